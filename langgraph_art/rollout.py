@@ -1,0 +1,302 @@
+"""Rollouts: several recorded, scored runs of a graph for each input, concurrently.
+
+Invariant: every input gives one whole group of ``n`` runs, whatever happened to them. A run that failed for reasons
+outside the policy stays in its group without a reward; any other is scored. Nothing collected is lost by an error:
+the error carries the groups.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import math
+import uuid
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+from langchain_core.runnables import RunnableConfig
+
+from langgraph_art.errors import EmptyDataset, NoCallsRecorded, RewardError, RolloutFailed, ServerRefused
+from langgraph_art.loops import blocking, give_threads
+from langgraph_art.progress import rollout_bar
+from langgraph_art.recording import record
+from langgraph_art.runs import GraphRun, RunGroup
+
+RewardValue: TypeAlias = float | Mapping[str, float]
+Reward: TypeAlias = Callable[[GraphRun], RewardValue | Awaitable[RewardValue]]
+"""Gets a finished run, returns its reward or named parts of it, whose sum is the reward. May be async."""
+OnRun: TypeAlias = Callable[[GraphRun, int, int], object]
+"""Called after each run with the run (scored), the number of runs done, and of all runs."""
+
+TRAINING_SAMPLING: Mapping[str, Any] = MappingProxyType({"temperature": 1.0, "top_p": 1.0})
+"""Sampling for training: the plain distribution of the policy, which is what the trainer computes."""
+
+_THREADS_PER_RUN = 4  # parallel branches of synchronous nodes, and the reward callback
+_SETUP_ERRORS = {"model_not_found", "invalid_api_key"}
+
+
+async def arollout(
+    graph: Any,
+    inputs: Iterable[Any],
+    *,
+    n: int = 8,
+    reward: Reward | None = None,
+    concurrency: int = 32,
+    sampling: Mapping[str, Any] | None = TRAINING_SAMPLING,
+    timeout: float | None = None,
+    config: RunnableConfig | None = None,
+    on_error: float | None = None,
+    progress: bool | OnRun = True,
+) -> list[RunGroup]:
+    """Run a graph ``n`` times for each input. ``rollout`` is the blocking form.
+
+    Args:
+        graph: a compiled graph or any other Runnable, or a function without arguments that makes one, called for each
+            run. Synchronous nodes run in threads, so they run concurrently too; the running event loop gets a larger
+            default executor for that.
+        inputs: task inputs; each run gets its own deep copy.
+        n: runs for each input.
+        reward: scores each run as soon as it has ended; sync (run in a thread) or async. Without one, runs keep no
+            reward: see :func:`ascore`.
+        concurrency: runs in flight at once, their scoring included.
+        sampling: parameters that replace the graph's own for calls through ChatART; ``None`` leaves those alone.
+        timeout: seconds that one run may take; more is an infrastructure error. A synchronous node cannot be
+            interrupted: its run ends, its thread goes on until the node returns.
+        config: passed to each run. Each run gets a ``thread_id`` of its own, so graphs with a checkpointer work.
+        on_error: fixed reward of runs that failed in a way a policy can cause (recursion limit, parsing, context
+            overflow, tool errors). Default: the reward callback gets them, with ``run.error``.
+        progress: show a bar, or a function that is called after each run.
+
+    Returns:
+        One group for each input, in the order of the inputs, with ``n`` runs each.
+
+    Raises:
+        EmptyDataset: there are no inputs.
+        RewardError: the callback raised, or returned no finite number. All runs were finished first; they are in
+            ``groups`` of the error.
+        RolloutFailed: every run failed for reasons outside the policy; ``groups`` has them.
+        NoCallsRecorded: no run made a call through ChatART.
+        ServerRefused: the server does not know the model that a node asked for, or refuses the API key.
+        ValueError: an argument is out of range, or would have no effect.
+    """
+    items = list(inputs)
+    _check_arguments(items, n, concurrency, reward, on_error, config)
+    give_threads(_THREADS_PER_RUN * concurrency)
+    slots = asyncio.Semaphore(concurrency)
+    problems: list[str] = []
+    total = len(items) * n
+    done = 0
+
+    async def one(item: Any, group_id: str, report: OnRun | None) -> GraphRun:
+        nonlocal done
+        async with slots:
+            run = await _run_once(graph, item, group_id, sampling, timeout, config)
+            if reward is not None:
+                await _score(run, reward, on_error, problems)
+        done += 1
+        if report is not None:
+            report(run, done, total)
+        return run
+
+    with ExitStack() as stack:
+        report = stack.enter_context(rollout_bar(total)) if progress is True else progress or None
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                pending = []
+                for item in items:
+                    group_id = _new_id()
+                    pending.append((group_id, [tasks.create_task(one(item, group_id, report)) for _ in range(n)]))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from errors.exceptions[0].__cause__
+    groups = [RunGroup(group_id=group_id, runs=[task.result() for task in row]) for group_id, row in pending]
+    _check_runs(groups)
+    _raise_problems(problems, groups)
+    return groups
+
+
+async def ascore(
+    groups: Sequence[RunGroup], reward: Reward, *, on_error: float | None = None, concurrency: int = 32
+) -> None:
+    """Score the runs of groups in place, replacing rewards they have. ``score`` is the blocking form.
+
+    Runs with an infrastructure error are not scored.
+
+    Args:
+        groups: for example ``groups`` of a RewardError, or groups of saved runs.
+        reward: as in :func:`arollout`.
+        on_error: as in :func:`arollout`.
+        concurrency: callbacks in flight at once.
+
+    Raises:
+        RewardError: after every run was tried.
+    """
+    give_threads(concurrency)
+    slots = asyncio.Semaphore(concurrency)
+    problems: list[str] = []
+
+    async def one(run: GraphRun) -> None:
+        async with slots:
+            await _score(run, reward, on_error, problems)
+
+    async with asyncio.TaskGroup() as tasks:
+        for group in groups:
+            for run in group.runs:
+                tasks.create_task(one(run))
+    _raise_problems(problems, groups)
+
+
+rollout = blocking(arollout)
+score = blocking(ascore)
+
+
+# -- one run ----------------------------------------------------------------------------------------------------------
+
+
+async def _run_once(
+    graph: Any,
+    item: Any,
+    group_id: str,
+    sampling: Mapping[str, Any] | None,
+    timeout: float | None,
+    config: RunnableConfig | None,
+) -> GraphRun:
+    run_id = _new_id()
+    own: RunnableConfig = {**(config or {})}
+    own["configurable"] = {**own.get("configurable", {}), "thread_id": run_id}
+    runnable = graph if _is_runnable(graph) else graph()
+    if inspect.isawaitable(runnable):
+        runnable = await runnable
+    given = copy.deepcopy(item)
+    run: GraphRun | None = None
+    try:
+        with record(run_id=run_id, group_id=group_id, sampling=sampling) as run:
+            run.output = await _invoke(runnable, given, own, timeout)
+    except Exception as error:
+        if run is None:  # record() refused its arguments
+            raise
+        code = getattr(error, "code", None)
+        if code in _SETUP_ERRORS:  # no run can succeed, so the rollout ends here
+            status = getattr(error, "status_code", None)
+            raise ServerRefused(f"{_where(run)}: {error}", status=status, code=code) from error
+    run.input = item  # as it was, should the graph have changed its own copy
+    return run
+
+
+def _is_runnable(graph: Any) -> bool:
+    return hasattr(graph, "ainvoke") or hasattr(graph, "invoke")
+
+
+async def _invoke(runnable: Any, given: Any, config: RunnableConfig, timeout: float | None) -> Any:
+    try:
+        async with asyncio.timeout(timeout) as limit:
+            if hasattr(runnable, "ainvoke"):
+                return await runnable.ainvoke(given, config)
+            return await asyncio.to_thread(runnable.invoke, given, config)
+    except TimeoutError as error:
+        if limit.expired():
+            raise TimeoutError(f"the run took longer than its timeout of {timeout:g} s") from error
+        raise
+
+
+def _where(run: GraphRun) -> str:
+    node = run.error.node if run.error is not None else None
+    return f"Run {run.run_id}, node {node!r}" if node else f"Run {run.run_id}"
+
+
+def _new_id() -> str:
+    return str(uuid.uuid4())
+
+
+# -- scoring ----------------------------------------------------------------------------------------------------------
+
+
+async def _score(run: GraphRun, reward: Reward, on_error: float | None, problems: list[str]) -> None:
+    """Set the run's reward, or add to the problems what went wrong."""
+    run.reward, run.reward_parts = None, {}
+    if run.error is not None and run.error.infrastructure:
+        return
+    if run.error is not None and on_error is not None:
+        run.reward = on_error
+        return
+    try:
+        value = await _call(reward, run)
+        parts = {str(name): float(part) for name, part in value.items()} if isinstance(value, Mapping) else {}
+        total = math.fsum(parts.values()) if isinstance(value, Mapping) else float(value)
+    except Exception as error:
+        problems.append(f"{_where(run)}: {type(error).__name__}: {error}{_own_error(run)}")
+        return
+    if not math.isfinite(total):
+        problems.append(f"{_where(run)}: it returned {value!r}, which is not a finite number{_own_error(run)}")
+        return
+    run.reward, run.reward_parts = total, parts
+
+
+async def _call(reward: Reward, run: GraphRun) -> RewardValue:
+    def guarded() -> RewardValue | Awaitable[RewardValue]:
+        try:
+            return reward(run)
+        except StopIteration as error:  # such as next() without a default; a future cannot carry it and would hang
+            raise RuntimeError("StopIteration, such as from next() without a default") from error
+
+    value = guarded() if inspect.iscoroutinefunction(reward) else await asyncio.to_thread(guarded)
+    return await value if inspect.isawaitable(value) else value
+
+
+def _own_error(run: GraphRun) -> str:
+    return f" (the run itself had failed: {run.error.type}: {run.error.message})" if run.error is not None else ""
+
+
+def _raise_problems(problems: Sequence[str], groups: Sequence[RunGroup]) -> None:
+    if problems:
+        count = sum(len(group.runs) for group in groups)
+        raise RewardError(
+            f"The reward callback failed on {len(problems)} of {count} runs. {problems[0]}. "
+            "It must return a finite number, or a mapping of names to finite numbers, also for runs with run.error "
+            "(or set on_error=). The runs are kept in this error's groups: mend the callback and call "
+            "score(error.groups, reward).",
+            groups=groups,
+        )
+
+
+# -- checks -----------------------------------------------------------------------------------------------------------
+
+
+def _check_arguments(
+    items: Sequence[Any],
+    n: int,
+    concurrency: int,
+    reward: Reward | None,
+    on_error: float | None,
+    config: RunnableConfig | None,
+) -> None:
+    if not items:
+        raise EmptyDataset("There are no inputs to roll out. Give a list with at least one input of the graph.")
+    for name, value in (("n", n), ("concurrency", concurrency)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if on_error is not None and (reward is None or not math.isfinite(on_error)):
+        why = "it has no effect without reward=" if reward is None else f"it must be finite, got {on_error}"
+        raise ValueError(f"on_error: {why}")
+    if config is not None and ("run_id" in config or "thread_id" in config.get("configurable", {})):
+        raise ValueError("config fixes a run_id or thread_id, but every run needs its own: leave it out")
+
+
+def _check_runs(groups: Sequence[RunGroup]) -> None:
+    runs = [run for group in groups for run in group.runs]
+    failed = [run for run in runs if run.error is not None]
+    first = f"{_where(failed[0])}: {failed[0].error.type}: {failed[0].error.message}" if failed else ""  # type: ignore[union-attr]
+    if all(run.error is not None and run.error.infrastructure for run in runs):
+        raise RolloutFailed(
+            f"All {len(runs)} runs failed for reasons outside the policy. The first: {first}. "
+            "Is the server up (`langgraph-art doctor`)? Is the time limit long enough?",
+            groups=groups,
+        )
+    if not any(call.art for run in runs for call in run.calls):
+        why = f" ({len(failed)} of them failed; the first: {first})" if failed else ""
+        raise NoCallsRecorded(
+            f"None of {len(runs)} runs made a call through ChatART{why}, so there is nothing to train. "
+            'Replace the chat model of the node to train with ChatART(model="<policy>").'
+        )

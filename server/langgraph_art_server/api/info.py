@@ -1,0 +1,39 @@
+"""Whether the server serves, and what it is."""
+
+from __future__ import annotations
+
+import asyncio
+from importlib.metadata import version
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+
+from langgraph_art.protocol import PROTOCOL_VERSION, ServerInfo
+from langgraph_art_server.api.dependencies import server_of
+
+router = APIRouter()
+
+
+@router.get("/health")
+async def health(request: Request) -> JSONResponse:
+    """200 once calls are served; 503 with the reason until then."""
+    engine = server_of(request).engine
+    if engine.state == "ready":
+        return JSONResponse({"status": "ready"})
+    return JSONResponse({"status": engine.state, "detail": engine.error}, status_code=503)
+
+
+@router.get("/api/info")
+async def info(request: Request) -> ServerInfo:
+    """What this server is and serves."""
+    server = server_of(request)
+    return ServerInfo(
+        version=version("langgraph-art"),
+        protocol=PROTOCOL_VERSION,
+        base_model=server.engine.model.name,
+        max_model_len=server.engine.max_model_len,
+        device=server.engine.device,
+        engine=server.engine.state,
+        engine_error=server.engine.error,
+        policies=await asyncio.to_thread(server.policies.names),
+    )

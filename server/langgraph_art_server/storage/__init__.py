@@ -1,0 +1,1 @@
+"""Storage: one SQLite database (WAL) for records, with migrations; checkpoints are directories beside it."""

@@ -1,0 +1,1 @@
+"""The trainer: from a submission's tokens and rewards to new adapter versions, in a process of its own."""

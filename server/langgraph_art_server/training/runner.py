@@ -1,0 +1,239 @@
+"""Works the queue: one job at a time, in order of acceptance, from submission to serving version.
+
+Invariant: the database says what happened. A crash before the commit leaves the job queued and an orphan directory,
+which the next start deletes; a crash after it leaves versions to load, and loading is all that is tried again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import time
+import uuid
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from langgraph_art.protocol import Job, Submission, TrainResult
+from langgraph_art_server.errors import Unavailable
+from langgraph_art_server.serving.adapters import Adapters
+from langgraph_art_server.serving.compute import ComputeLease
+from langgraph_art_server.serving.gateway import Gateway
+from langgraph_art_server.storage.calls import CallStore
+from langgraph_art_server.storage.jobs import JobStore, NewVersion
+from langgraph_art_server.storage.policies import Head, PolicyStore
+from langgraph_art_server.training.join import Joined, join
+from langgraph_art_server.training.task import PolicyTask, TrainTask
+from langgraph_art_server.training.trainer import TaskFailed, Trainer, WorkerDied
+
+log = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 3
+"""How often a job may lose its worker before it fails."""
+_OPEN_CALLS_TIMEOUT = 30.0
+_LOAD_RETRY = 5.0
+CHECKPOINTS = "checkpoints"
+
+
+class Runner:
+    """The queue's worker loop and its progress reports."""
+
+    def __init__(
+        self,
+        *,
+        data_dir: Path,
+        jobs: JobStore,
+        policies: PolicyStore,
+        calls: CallStore,
+        gateway: Gateway,
+        adapters: Adapters,
+        compute: ComputeLease,
+        trainer: Trainer,
+    ) -> None:
+        self._data_dir = data_dir
+        self._jobs = jobs
+        self._policies = policies
+        self._calls = calls
+        self._gateway = gateway
+        self._adapters = adapters
+        self._compute = compute
+        self._trainer = trainer
+        self._queued = asyncio.Event()
+        self._changed = asyncio.Condition()
+        # (packs done, packs in all) of the job in hand; not worth storing.
+        self._progress: dict[str, tuple[int, int]] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Clear what a crash left behind and begin to work."""
+        self._delete_orphans()
+        self._task = asyncio.create_task(self._work(), name="runner")
+
+    async def stop(self) -> None:
+        """Stop working. The job in hand stays queued."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self._trainer.stop()
+
+    async def submit(self, submission: Submission) -> Job:
+        """Store a submission and let it be worked on."""
+        job = await asyncio.to_thread(self._jobs.add, submission)
+        self._queued.set()
+        return job
+
+    async def job(self, job_id: str) -> Job:
+        """A job as it is now, progress included."""
+        job = await asyncio.to_thread(self._jobs.get, job_id)
+        job.done, job.total = self._progress.get(job_id, (job.done, job.total))
+        return job
+
+    async def follow(self, job_id: str) -> AsyncIterator[Job]:
+        """A job every time it changes, until it has ended."""
+        while True:
+            async with self._changed:
+                job = await self.job(job_id)
+            yield job
+            if job.state in ("finished", "failed"):
+                return
+            async with self._changed:
+                if await self.job(job_id) == job:
+                    await self._changed.wait()
+
+    async def _work(self) -> None:
+        while True:
+            self._queued.clear()
+            job_id = await asyncio.to_thread(self._jobs.next, "trained", "running", "queued")
+            if job_id is None:
+                await self._queued.wait()
+                continue
+            try:
+                await self._process(job_id)
+            except Exception:
+                log.exception("job %s", job_id)
+                await self._fail(job_id, "the server failed on this job; its log has the details")
+
+    async def _process(self, job_id: str) -> None:
+        job = await asyncio.to_thread(self._jobs.get, job_id)
+        if job.state != "trained" and not await self._train(job):
+            return
+        job = await asyncio.to_thread(self._jobs.get, job_id)
+        assert job.result is not None  # the state says so
+        begun = time.monotonic()
+        for update in job.result.updates:
+            if update.version != update.parent:
+                await self._serve(update.policy, update.version)
+        job.result.seconds["load"] = time.monotonic() - begun
+        await asyncio.to_thread(self._jobs.finish, job_id, job.result)
+        self._progress.pop(job_id, None)
+        await self._notify()
+
+    async def _train(self, job: Job) -> bool:
+        """Train and commit; False if the job failed."""
+        attempts = await asyncio.to_thread(self._jobs.begin, job.id)
+        await self._notify()
+        begun = time.time()
+        seconds = {"queue": begun - job.created_at.timestamp()}
+        submission = await asyncio.to_thread(self._jobs.submission, job.id)
+        joined, heads = await self._join(submission)
+        seconds["join"] = time.time() - begun
+        task = self._task_for(job, submission, joined, heads)
+        begun = time.time()
+        try:
+            async with self._compute.update():
+                trained = await self._trainer.train(task, lambda done, total: self._on_progress(job.id, done, total))
+        except (WorkerDied, TaskFailed) as error:
+            self._delete(task)
+            if isinstance(error, WorkerDied) and attempts < MAX_ATTEMPTS:
+                log.warning("job %s, attempt %d of %d: %s", job.id, attempts, MAX_ATTEMPTS, error)
+                return False
+            await self._fail(job.id, str(error))
+            return False
+        seconds["train"] = time.time() - begun
+        joined.skipped.update(trained.skipped)
+        result = TrainResult(updates=trained.updates, skipped=dict(joined.skipped), seconds=seconds)
+        parts = {part.policy: part for part in task.policies}
+        versions = [
+            NewVersion(
+                policy=update.policy,
+                version=update.version,
+                parent=update.parent,
+                directory=str(Path(parts[update.policy].out_dir).relative_to(self._data_dir)),
+                run_ids=_trained_runs(parts[update.policy]),
+            )
+            for update in trained.updates
+            if update.version != update.parent
+        ]
+        await asyncio.to_thread(self._jobs.commit, job.id, result, versions)
+        return True
+
+    async def _join(self, submission: Submission) -> tuple[Joined, dict[str, Head]]:
+        runs = [run for group in submission.groups for run in group.runs]
+        call_ids = [claim.call_id for run in runs for claim in run.calls]
+        await self._gateway.wait_closed(call_ids, _OPEN_CALLS_TIMEOUT)
+        records = await asyncio.to_thread(self._calls.of_ids, call_ids)
+        trained = await asyncio.to_thread(self._jobs.already_trained, [run.run_id for run in runs])
+        names = await asyncio.to_thread(self._policies.names)
+        heads = {name: await asyncio.to_thread(self._policies.head, name) for name in names}
+        joined = join(submission, records, {name: head.latest for name, head in heads.items()}, trained)
+        return joined, heads
+
+    def _task_for(self, job: Job, submission: Submission, joined: Joined, heads: dict[str, Head]) -> TrainTask:
+        parts = []
+        for policy, groups in sorted(joined.groups.items()):
+            head = heads[policy]
+            # Unique to this attempt: nothing of an earlier one can be taken for this one's.
+            out_dir = self._data_dir / CHECKPOINTS / policy / f"{head.latest + 1}-{uuid.uuid4().hex[:12]}"
+            parts.append(
+                PolicyTask(
+                    policy=policy,
+                    lora=head.lora,
+                    parent=head.latest,
+                    parent_dir=None if head.directory is None else str(self._data_dir / head.directory),
+                    version=head.latest + 1,
+                    out_dir=str(out_dir),
+                    groups=groups,
+                )
+            )
+        return TrainTask(task_id=job.id, config=submission.config, policies=parts)
+
+    async def _serve(self, policy: str, version: int) -> None:
+        """Load a version, as long as it takes, and move the plain name to it."""
+        while True:
+            try:
+                await self._adapters.load(policy, version)
+                break
+            except Unavailable as error:
+                log.warning("%s@%d is trained, not serving yet: %s", policy, version, error.message)
+                await asyncio.sleep(_LOAD_RETRY)
+        await asyncio.to_thread(self._policies.mark_serving, policy, version)
+        log.info("%s@%d is serving", policy, version)
+
+    async def _fail(self, job_id: str, error: str) -> None:
+        await asyncio.to_thread(self._jobs.fail, job_id, error)
+        self._progress.pop(job_id, None)
+        await self._notify()
+
+    def _on_progress(self, job_id: str, done: int, total: int) -> None:
+        self._progress[job_id] = (done, total)
+        self._notifying = asyncio.ensure_future(self._notify())
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    def _delete(self, task: TrainTask) -> None:
+        for part in task.policies:
+            shutil.rmtree(part.out_dir, ignore_errors=True)
+
+    def _delete_orphans(self) -> None:
+        """Delete checkpoint directories that no committed version owns."""
+        owned = self._policies.directories()
+        for directory in (self._data_dir / CHECKPOINTS).glob("*/*"):
+            if str(directory.relative_to(self._data_dir)) not in owned:
+                log.info("deleting %s, left by an update that did not finish", directory.name)
+                shutil.rmtree(directory)
+
+
+def _trained_runs(part: PolicyTask) -> list[str]:
+    return [run.run_id for group in part.groups for run in group.runs if run.calls]

@@ -1,0 +1,145 @@
+"""The trainer as the rest of the server sees it: hand over a task, get its result.
+
+Invariant: the worker process holds nothing that cannot be made again, so it may die at any moment; the task in hand
+then raises :class:`WorkerDied` and the next one starts a new process. A remote or many-process trainer can take this
+one's place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from langgraph_art_server.config import ServerSettings
+from langgraph_art_server.device import Device
+from langgraph_art_server.models import BaseModel
+from langgraph_art_server.training.task import Failed, Progress, Ready, Trained, TrainTask
+
+log = logging.getLogger(__name__)
+
+# A result holds numbers only; this leaves room for very many policies.
+_LINE_LIMIT = 64 * 1024 * 1024
+
+
+class WorkerDied(Exception):
+    """The worker process ended without an answer; the message holds its last log lines."""
+
+
+class TaskFailed(Exception):
+    """The worker refused or could not do the task; trying again would fail again."""
+
+
+class Trainer:
+    """A worker process on this machine, started when it is first needed."""
+
+    def __init__(self, settings: ServerSettings, model: BaseModel, device: Device, log_path: Path) -> None:
+        self._settings = settings
+        self._model = model
+        self._device = device
+        self._log_path = log_path
+        self._process: asyncio.subprocess.Process | None = None
+        self._starting = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Start the worker and wait until it has loaded the base model; nothing happens if it runs.
+
+        Raises:
+            WorkerDied: It ended while it started.
+        """
+        async with self._starting:
+            if self._process is not None and self._process.returncode is None:
+                return
+            with self._log_path.open("ab") as output:
+                self._process = await asyncio.create_subprocess_exec(
+                    *self._command(),
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=output,
+                    env=self._environment(),
+                    limit=_LINE_LIMIT,
+                    # A Ctrl-C in the terminal is for the server, which then ends the worker in its own order.
+                    start_new_session=True,
+                )
+            ready = await self._receive(self._process)
+            if not isinstance(ready, Ready):
+                raise WorkerDied(f"the trainer worker did not start: {ready}")
+            log.info("trainer ready on %s, base model of %.0fM parameters", ready.device, ready.parameters / 1e6)
+
+    async def train(self, task: TrainTask, on_progress: Callable[[int, int], None]) -> Trained:
+        """Do one task.
+
+        Args:
+            task: What to train.
+            on_progress: Called with (packs done, packs in all).
+
+        Raises:
+            WorkerDied: The process ended before it answered.
+            TaskFailed: It said why it could not do it.
+        """
+        await self.start()
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
+        try:
+            process.stdin.write(task.model_dump_json().encode() + b"\n")
+            await process.stdin.drain()
+            while True:
+                message = await self._receive(process)
+                match message:
+                    case Progress():
+                        on_progress(message.done, message.total)
+                    case Trained():
+                        return message
+                    case Failed():
+                        log.error("task %s failed\n%s", task.task_id, message.traceback)
+                        raise TaskFailed(message.error)
+                    case Ready():
+                        raise WorkerDied("the trainer worker restarted by itself")
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise WorkerDied(self._epitaph(process)) from error
+        except asyncio.CancelledError:
+            # Half-done work is of no use, and its answer would be taken for the next task's.
+            await self.stop()
+            raise
+
+    async def stop(self) -> None:
+        """End the worker at once; what it has not handed over is lost, by design."""
+        process, self._process = self._process, None
+        if process is not None and process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+    async def _receive(self, process: asyncio.subprocess.Process) -> Ready | Progress | Trained | Failed:
+        assert process.stdout is not None
+        line = await process.stdout.readline()
+        if not line.endswith(b"\n"):
+            await process.wait()
+            raise WorkerDied(self._epitaph(process))
+        kind = json.loads(line)["kind"]
+        message = {"ready": Ready, "progress": Progress, "trained": Trained, "failed": Failed}[kind]
+        return message.model_validate_json(line)  # type: ignore[attr-defined, no-any-return]
+
+    def _epitaph(self, process: asyncio.subprocess.Process) -> str:
+        tail = self._log_path.read_bytes()[-2000:].decode(errors="replace").splitlines()[-10:]
+        return f"the trainer worker ended (exit code {process.returncode}). Its last log lines:\n" + "\n".join(tail)
+
+    def _command(self) -> list[str]:
+        command = [sys.executable, "-m", "langgraph_art_server.training.worker"]
+        command += ["--model", str(self._model.directory), "--device", self._device]
+        if self._settings.token_budget is not None:
+            command += ["--token-budget", str(self._settings.token_budget)]
+        return command
+
+    def _environment(self) -> dict[str, str]:
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        if self._device == "cpu":
+            # Threads that wait for work must leave the cores to the engine.
+            environment |= {"KMP_BLOCKTIME": "0", "OMP_WAIT_POLICY": "passive"}
+        return environment
