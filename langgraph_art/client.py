@@ -192,8 +192,11 @@ class _Core:
     def __init__(
         self, link: Callable[[dict[str, Any]], _Link], url: str | None, api_key: str | None, patience: float
     ) -> None:
-        settings = ClientSettings()
-        self.url = (url or settings.url).rstrip("/")
+        try:
+            settings = ClientSettings(url=url) if url else ClientSettings()
+        except ValidationError as error:
+            raise ArtError("; ".join(str(problem["msg"]) for problem in error.errors())) from error
+        self.url = settings.url
         key = api_key or (settings.api_key.get_secret_value() if settings.api_key else None)
         headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
         self._link = link({"base_url": self.url, "headers": headers, "timeout": settings.timeout})

@@ -164,7 +164,7 @@ class EmbeddedServer:
     def _set_environment(self, values: dict[str, str | None]) -> None:
         for name, value in values.items():
             if value is not None:
-                self._environment_before[name] = os.environ.get(name)
+                self._environment_before.setdefault(name, os.environ.get(name))
                 os.environ[name] = value
 
     def _wait_until_ready(self, process: GuardedProcess) -> None:

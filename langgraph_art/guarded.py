@@ -233,6 +233,8 @@ class GuardedProcess:
         """The command's exit code (128 + n if signal n ended it), or ``None`` while it runs."""
         process = self._started()
         code = process.poll()
+        if code is not None and process.stdin is not None:
+            process.stdin.close()
         if code is not None and code < 0:
             # Somebody killed the guard itself, so its work is ours: everything it started is in its session.
             for pid, other in _process_table().items():

@@ -37,15 +37,19 @@ def blocking(function: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            return _run(function(*args, **kwargs))
-        return _run_in_thread(function(*args, **kwargs))
+        return (_run_in_thread if _inside_a_loop() else _run)(function(*args, **kwargs))
 
     run.__name__ = function.__name__.removeprefix("a")
     run.__qualname__ = function.__qualname__.removesuffix(function.__name__) + run.__name__
     return run
+
+
+def _inside_a_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _run(coroutine: Coroutine[Any, Any, T]) -> T:

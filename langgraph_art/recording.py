@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 import threading
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -110,11 +110,12 @@ class Recorder(BaseCallbackHandler):
         self.outer = outer
         self._lock = threading.Lock()
         self._closed = False
-        self._open: dict[UUID, str] = {}  # chain, tool and retriever runs in progress -> node path
+        self._open: dict[UUID, str] = {}  # chain runs in progress -> node path
         self._calls: dict[str, NodeCall] = {}  # calls in flight, by call id
         self._roots: set[UUID] = set()  # graph invocations in progress
         self._roots_are_graphs = False
         self._raised: dict[int, tuple[BaseException, str]] = {}  # exception -> deepest node; holds it, so ids stay
+        self._dicts: dict[int, tuple[BaseMessage, dict[str, Any]]] = {}  # likewise, message -> its dict
 
     # -- graph invocations --------------------------------------------------------------------------------------------
 
@@ -165,49 +166,6 @@ class Recorder(BaseCallbackHandler):
                 self._roots.discard(run_id)
                 self.run.output = None
 
-    def on_tool_start(
-        self,
-        serialized: dict[str, Any],
-        input_str: str,
-        *,
-        run_id: UUID,
-        metadata: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Noted, so that a chain inside a tool is not taken for a graph invocation of its own."""
-        if self._owns():
-            with self._lock:
-                self._open[run_id] = node_path(metadata or {})
-
-    def on_tool_end(self, output: Any, *, run_id: UUID, **kwargs: Any) -> None:
-        """The tool ends."""
-        with self._lock:
-            self._open.pop(run_id, None)
-
-    def on_tool_error(self, error: BaseException, *, run_id: UUID, **kwargs: Any) -> None:
-        """The tool fails."""
-        self.on_chain_error(error, run_id=run_id)
-
-    def on_retriever_start(
-        self,
-        serialized: dict[str, Any],
-        query: str,
-        *,
-        run_id: UUID,
-        metadata: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Noted, as a tool."""
-        self.on_tool_start(serialized, query, run_id=run_id, metadata=metadata)
-
-    def on_retriever_end(self, documents: Sequence[Any], *, run_id: UUID, **kwargs: Any) -> None:
-        """The retriever ends."""
-        self.on_tool_end(documents, run_id=run_id)
-
-    def on_retriever_error(self, error: BaseException, *, run_id: UUID, **kwargs: Any) -> None:
-        """The retriever fails."""
-        self.on_chain_error(error, run_id=run_id)
-
     # -- model calls --------------------------------------------------------------------------------------------------
 
     def on_chat_model_start(
@@ -224,16 +182,17 @@ class Recorder(BaseCallbackHandler):
         metadata, params = metadata or {}, invocation_params or {}
         if not self._owns():
             return
-        call = NodeCall(
-            call_id=str(run_id),
-            node=node_path(metadata),
-            model=str(params.get("model") or params.get("model_name") or metadata.get("ls_model_name") or ""),
-            messages=[message.model_dump() for message in messages[0]],
-            started_at=_now(),
-        )
+        model = str(params.get("model") or params.get("model_name") or metadata.get("ls_model_name") or "")
         with self._lock:
             if self._closed:
                 return
+            call = NodeCall.model_construct(  # as validation would copy every message
+                call_id=str(run_id),
+                node=node_path(metadata),
+                model=model,
+                messages=[self._as_dict(message) for message in messages[0]],
+                started_at=_now(),
+            )
             self.run.calls.append(call)
             self._calls[call.call_id] = call
         if self.outer is not None:
@@ -317,6 +276,16 @@ class Recorder(BaseCallbackHandler):
             self._calls.clear()
             self._open.clear()
             self._raised.clear()
+            self._dicts.clear()
+
+    def _as_dict(self, message: BaseMessage) -> dict[str, Any]:
+        """The message as a dict, the same one as long as it is unchanged: a history is dumped and kept only once."""
+        known = self._dicts.get(id(message))
+        if known is not None and known[1] == message.__dict__:
+            return known[1]
+        data = message.model_dump()
+        self._dicts[id(message)] = (message, data)
+        return data
 
     def _owns(self) -> bool:
         """Whether what starts now, in this context, belongs to this recording and not to one inside it."""

@@ -52,7 +52,8 @@ class NodeCall(BaseModel):
     version: str | None = None
     """Policy version that answered, such as ``researcher@12``; ``None`` for other models and without an answer."""
     messages: list[dict[str, Any]]
-    """What the model was given: LangChain messages as dicts (``type``, ``content``, ``tool_calls``, ...)."""
+    """What the model was given: LangChain messages as dicts (``type``, ``content``, ``tool_calls``, ...). Calls of one
+    run share the dicts of the messages that they have in common."""
     response: dict[str, Any] | None = None
     """The answer, in the same form; ``None`` if none came or it could not be parsed."""
     usage: dict[str, Any] | None = None

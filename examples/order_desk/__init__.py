@@ -1,0 +1,1 @@
+"""A support desk that learns to sort tickets and find order numbers."""

@@ -1,7 +1,7 @@
 """The support desk of a small shop as a LangGraph graph: two LLM nodes, a branch and a tool.
 
-``classify`` names the queue of a customer's message. For queues that are about an order, ``find_order`` copies the order
-number out of the message and ``lookup_order`` looks it up.
+``classify`` names the queue of a customer's message. For queues that are about an order, ``find_order`` copies the
+order number out of the message and ``lookup_order`` looks it up.
 
     START ─▶ classify ─┬─ delivery, refund ─▶ find_order ─▶ lookup_order ─▶ END
                        └─ anything else ───────────────────────────────────▶ END
@@ -21,21 +21,26 @@ QUEUES = ("delivery", "refund", "account", "product")
 ORDER_QUEUES = ("delivery", "refund")
 
 # A small model follows examples better than instructions.
-CLASSIFY = [
-    SystemMessage("Label the customer's message with one word: delivery, refund, account or product."),
-    HumanMessage("Where is my parcel E1111?"),
-    AIMessage("delivery"),
-    HumanMessage("I want my money back for B1111."),
-    AIMessage("refund"),
-    HumanMessage("I cannot log in."),
-    AIMessage("account"),
-    HumanMessage("Is this shirt made of cotton?"),
-    AIMessage("product"),
+QUESTION = "{message}\n\nIs this about delivery, refund, account or product?"
+CLASSIFY_EXAMPLES = [
+    ("The courier has not come yet, tracking says Leeds.", "delivery"),
+    ("Does the lamp need a special bulb?", "product"),
+    ("How do I change my email address?", "account"),
+    ("The vase from C2222 broke, please pay me back.", "refund"),
+    ("Is this shirt made of cotton?", "product"),
+    ("I want my money back for B1111.", "refund"),
+    ("Where is my parcel E1111?", "delivery"),
+    ("I cannot log in.", "account"),
 ]
+CLASSIFY = [SystemMessage("Label the customer's message with one word: delivery, refund, account or product.")]
+for example, queue in CLASSIFY_EXAMPLES:
+    CLASSIFY += [HumanMessage(QUESTION.format(message=example)), AIMessage(queue)]
 FIND_ORDER = [
     SystemMessage("Copy the order number from the customer's message."),
     HumanMessage("Where is my parcel E1111?"),
     AIMessage("E1111"),
+    HumanMessage("The vase from C2222 broke on 3 May, please pay me back."),
+    AIMessage("C2222"),
 ]
 
 
@@ -51,14 +56,14 @@ class Ticket(TypedDict, total=False):
     """The order's record, or ``None`` if the number is unknown."""
 
 
-# The one line that makes the graph trainable: ChatOpenAI(model="gpt-4o", max_tokens=12) before.
-llm = ChatART(model="desk", max_tokens=12)
+# The one line that makes the graph trainable: ChatOpenAI(model="gpt-4o", max_tokens=8) before.
+llm = ChatART(model="desk", max_tokens=8)
 orders = load_orders()
 
 
 def classify(state: Ticket) -> Ticket:
     """Ask the model for the queue."""
-    answer = llm.invoke([*CLASSIFY, HumanMessage(state["message"])])
+    answer = llm.invoke([*CLASSIFY, HumanMessage(QUESTION.format(message=state["message"]))])
     return {"queue": str(answer.content)}
 
 

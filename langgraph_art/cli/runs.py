@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from langchain_core.load import dumpd
+from langchain_core.messages import BaseMessage
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -102,7 +102,16 @@ def _error(run: GraphRun) -> str:
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(dumpd(value), ensure_ascii=False, default=str)
+    return value if isinstance(value, str) else json.dumps(_readable(value), ensure_ascii=False, default=str)
+
+
+def _readable(value: Any) -> Any:
+    """The value for people: messages as their text, keys as strings."""
+    if isinstance(value, BaseMessage):
+        return f"{value.type}: {value.text}"
+    if isinstance(value, dict):
+        return {str(key): _readable(item) for key, item in value.items()}
+    return [_readable(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _load(path: Path) -> list[GraphRun]:

@@ -40,7 +40,7 @@ def serve(
     max_lora_rank: Annotated[int | None, typer.Option(help="Largest adapter rank that can be served.")] = None,
     max_concurrency: Annotated[int | None, typer.Option(help="Calls that the engine computes at once.")] = None,
     default_max_tokens: Annotated[int | None, typer.Option(help="Answer limit for requests that name none.")] = None,
-    kv_cache_gb: Annotated[float | None, typer.Option(help="Memory of the engine's key-value cache in GiB.")] = None,
+    kv_cache_gb: Annotated[int | None, typer.Option(help="CPU only: GiB for the key-value cache.")] = None,
     token_budget: Annotated[int | None, typer.Option(help="Tokens in one forward pass of the trainer.")] = None,
     tool_parser: Annotated[str | None, typer.Option(help="vLLM tool-call parser; default: by model family.")] = None,
     reasoning_parser: Annotated[

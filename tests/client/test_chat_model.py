@@ -96,6 +96,7 @@ async def test_sdk_retries_keep_the_call_id(stub: OpenAIStub) -> None:
     assert all(call.delivered for call in run.calls)
 
 
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # ChatOpenAI's, when it streams parsed output
 def test_every_way_to_call_sends_langchains_run_id(stub: OpenAIStub) -> None:
     llm = ChatART(model="desk")
     seen: list[str] = []

@@ -441,6 +441,21 @@ def test_dict_messages_and_plain_strings(stub: OpenAIStub) -> None:
     ]
 
 
+def test_messages_are_recorded_as_they_were_at_each_call(stub: OpenAIStub) -> None:
+    llm = ChatART(model="desk")
+    history: list[Any] = [HumanMessage("first"), HumanMessage([{"type": "text", "text": "part"}])]
+    with record() as run:
+        llm.invoke(history)
+        llm.invoke(history)
+        history[0].content = "second"
+        history[1].content[0]["text"] = "changed inside"
+        llm.invoke(history)
+    before, again, after = (call.messages for call in run.calls)
+    assert [message["content"] for message in before] == ["first", [{"type": "text", "text": "part"}]]
+    assert all(one is other for one, other in zip(before, again, strict=True))
+    assert [message["content"] for message in after] == ["second", [{"type": "text", "text": "changed inside"}]]
+
+
 # -- failures ---------------------------------------------------------------------------------------------------------
 
 

@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from langchain_core.messages import AIMessage, HumanMessage
 
 from langgraph_art.cli.main import app
 from langgraph_art.rollout import rollout
-from langgraph_art.runs import save_runs
+from langgraph_art.runs import GraphRun, save_runs
 
 from .conftest import build
 from .stub_server import StubServer
@@ -97,6 +98,14 @@ def test_runs_show(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, error = run(capsys, "runs", "show", str(saved), "")
     assert code == 1
     assert error.startswith("error: 2 runs in ")
+
+
+def test_messages_in_a_state_are_shown_as_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    output = {"messages": [HumanMessage("hi"), AIMessage("hello")], ("a", 1): {1, 2}}
+    save_runs(tmp_path / "runs.jsonl", [GraphRun(run_id="r", output=output)])
+    code, shown, _ = run(capsys, "runs", "show", str(tmp_path / "runs.jsonl"), "r")
+    assert code == 0
+    assert '["human: hi", "ai: hello"]' in shown
 
 
 def test_errors_are_one_line(stub: StubServer, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -245,6 +245,18 @@ def test_a_server_that_vanishes_while_waiting_is_reported(stub: StubServer) -> N
             client.wait(job.id)
 
 
+@pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
+def test_the_url_may_be_the_gateways(stub: StubServer, suffix: str) -> None:
+    with Client(stub.url + suffix) as client:
+        assert client.url == stub.url
+        assert client.info().engine == "ready"
+
+
+def test_a_url_without_a_scheme_is_named() -> None:
+    with pytest.raises(ArtError, match="must start with http"):
+        Client("gpu-box:7373")
+
+
 def test_another_protocol_is_named(stub: StubServer) -> None:
     stub.protocol = 99
     with Client() as client, pytest.raises(ServerRefused, match="speaks protocol 99, this client protocol 1"):

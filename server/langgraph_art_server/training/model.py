@@ -80,7 +80,8 @@ class PolicyModel:
             attn_implementation=TREE_ATTENTION,
             local_files_only=True,
         )
-        return cls(base.to(torch.device(device)))
+        base.to(device=device)
+        return cls(base)
 
     @property
     def device(self) -> torch.device:

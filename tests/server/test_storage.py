@@ -1,0 +1,192 @@
+"""The database: schema, durability, and what each store promises."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from langgraph_art.protocol import (
+    CreatePolicy,
+    GroupSubmission,
+    LoraConfig,
+    RunSubmission,
+    Submission,
+    TrainResult,
+)
+from langgraph_art_server.errors import Conflict, NotFound
+from langgraph_art_server.storage.calls import CallStore
+from langgraph_art_server.storage.database import Database
+from langgraph_art_server.storage.jobs import JobStore, NewVersion
+from langgraph_art_server.storage.policies import PolicyStore
+from langgraph_art_server.storage.schema import metadata
+
+from .records import recorded
+
+RESULT = TrainResult(updates=[], skipped={"call:stale_version": 1}, seconds={"train": 1.0})
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Database:
+    return Database(tmp_path / "server.db")
+
+
+def submission(key: str = "k1", reward: float = 1.0) -> Submission:
+    run = RunSubmission(run_id="r1", reward=reward, calls=[])
+    return Submission(idempotency_key=key, groups=[GroupSubmission(group_id="g1", runs=[run])])
+
+
+def test_the_migrations_make_the_schema(database: Database) -> None:
+    with database.read() as connection:
+        assert compare_metadata(MigrationContext.configure(connection), metadata) == []
+
+
+def test_opening_again_changes_nothing(tmp_path: Path) -> None:
+    CallStore(Database(tmp_path / "server.db")).save([recorded()])
+    assert CallStore(Database(tmp_path / "server.db")).of_run("r1") == [recorded()]
+
+
+ids = st.lists(st.integers(0, 2**31 - 1), max_size=20)
+
+
+@settings(max_examples=50, deadline=None)
+@given(prompt=ids, sampled=ids, logprobs=st.lists(st.floats(-1e4, 0, width=32), max_size=20))
+def test_tokens_come_back_exactly(
+    tmp_path_factory: pytest.TempPathFactory, prompt: list[int], sampled: list[int], logprobs: list[float]
+) -> None:
+    store = CallStore(Database(tmp_path_factory.mktemp("calls") / "server.db"))
+    call = recorded(prompt_ids=prompt, sampled_ids=sampled, logprobs=logprobs)
+    store.save([call])
+    assert store.of_run("r1") == [call]
+    assert store.of_ids(["c1", "unknown"]) == {"c1": [call]}
+
+
+def test_float32_is_what_the_engine_reports(database: Database) -> None:
+    store = CallStore(database)
+    store.save([recorded(logprobs=[-4.707749366760254, -0.0017614339012652636])])
+    found = store.of_run("r1")[0].logprobs
+    assert found == [float(np.float32(value)) for value in (-4.707749366760254, -0.0017614339012652636)]
+
+
+def test_attempts_and_choices_are_records_of_their_own(database: Database) -> None:
+    store = CallStore(database)
+    calls = [recorded(attempt=attempt, choice=choice) for attempt in range(2) for choice in range(2)]
+    store.save(calls)
+    assert sorted(store.of_ids(["c1"])["c1"], key=lambda call: (call.attempt, call.choice)) == calls
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from langgraph_art_server.storage.calls import CallStore
+from langgraph_art_server.storage.database import Database
+from tests.server.records import recorded
+store = CallStore(Database(Path(sys.argv[1])))
+for number in range(100_000):
+    store.save([recorded(f"c{number}")])
+    print(number, flush=True)
+"""
+
+
+def test_a_saved_call_survives_kill_9(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    writer = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(tmp_path / "server.db")],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )
+    assert writer.stdout is not None
+    for line in writer.stdout:
+        if int(line) >= 30:
+            break
+    writer.send_signal(signal.SIGKILL)
+    acknowledged = [int(line), *(int(more) for more in writer.stdout if more.endswith("\n"))]
+    writer.wait()
+    found = CallStore(Database(tmp_path / "server.db")).of_run("r1")
+    assert {f"c{number}" for number in range(max(acknowledged) + 1)} <= {call.call_id for call in found}
+
+
+def test_creating_a_policy_twice_is_one_policy(database: Database) -> None:
+    store = PolicyStore(database)
+    first = store.create(CreatePolicy(name="desk"))
+    assert store.create(CreatePolicy(name="desk")) == first
+    assert (first.version, [version.version for version in first.versions]) == (0, [0])
+
+
+def test_the_shape_of_a_policy_is_fixed(database: Database) -> None:
+    store = PolicyStore(database)
+    store.create(CreatePolicy(name="desk"))
+    with pytest.raises(Conflict, match="rank=8"):
+        store.create(CreatePolicy(name="desk", lora=LoraConfig(rank=8)))
+
+
+def test_a_pin_stays_when_the_policy_moves(database: Database) -> None:
+    policies, jobs = PolicyStore(database), JobStore(database)
+    policies.create(CreatePolicy(name="desk"))
+    assert policies.pin("g1", "desk") == 0
+    job = jobs.add(submission())
+    jobs.commit(job.id, RESULT, [NewVersion("desk", 1, 0, "checkpoints/desk/1", ["r1"])])
+    assert policies.serving_version("desk") == 0, "a version serves only when it is loaded"
+    policies.mark_serving("desk", 1)
+    assert policies.pin("g1", "desk") == 0
+    assert policies.pin("g2", "desk") == 1
+    assert policies.pin("g3", "nobody") is None
+
+
+def test_unknown_things_are_named(database: Database) -> None:
+    policies = PolicyStore(database)
+    policies.create(CreatePolicy(name="desk"))
+    with pytest.raises(NotFound, match="'desk' has no version 7"):
+        policies.directory("desk", 7)
+    with pytest.raises(NotFound, match="'clerk'"):
+        policies.get("clerk")
+    with pytest.raises(NotFound, match="'j1'"):
+        JobStore(database).get("j1")
+
+
+def test_the_same_key_is_the_same_job(database: Database) -> None:
+    jobs = JobStore(database)
+    job = jobs.add(submission())
+    assert jobs.add(submission()) == job
+    assert jobs.submission(job.id) == submission()
+    with pytest.raises(Conflict, match="idempotency key 'k1'"):
+        jobs.add(submission(reward=2.0))
+
+
+def test_jobs_are_worked_in_order_of_acceptance(database: Database) -> None:
+    jobs = JobStore(database)
+    first, second = jobs.add(submission("k1")), jobs.add(submission("k2"))
+    assert jobs.next("queued") == first.id
+    assert [jobs.begin(first.id), jobs.begin(first.id)] == [1, 2]
+    assert jobs.next("running", "queued") == first.id
+    jobs.fail(first.id, "why")
+    assert jobs.next("running", "queued") == second.id
+    assert jobs.get(first.id).error == "why"
+
+
+def test_a_commit_is_whole_or_nothing(database: Database) -> None:
+    policies, jobs = PolicyStore(database), JobStore(database)
+    for name in ("desk", "clerk"):
+        policies.create(CreatePolicy(name=name))
+    job = jobs.add(submission())
+    new = [NewVersion("desk", 1, 0, "checkpoints/desk/1", ["r1"]), NewVersion("clerk", 0, 0, "taken", ["r1"])]
+    with pytest.raises(Exception, match="UNIQUE"):
+        jobs.commit(job.id, RESULT, new)
+    assert jobs.get(job.id).state == "queued"
+    assert policies.head("desk").latest == 0
+    assert jobs.already_trained(["r1"]) == set()
+    jobs.commit(job.id, RESULT, new[:1])
+    assert jobs.get(job.id).state == "trained"
+    assert policies.head("desk").latest == 1
+    assert jobs.already_trained(["r1", "r2"]) == {("r1", "desk")}
+    assert policies.directories() == {"checkpoints/desk/1"}
