@@ -58,7 +58,7 @@ $(STAMP): pyproject.toml $(LOCK)
 # Only torch may have to come from PyTorch's own index; it goes first, so that a miss shows before the big downloads.
 install-cpu:
 	$(INSTALL) --no-deps "$(TORCH)" || { \
-		echo "The package index has no $(TORCH): taking it from PyTorch's CPU wheel index."; \
+		echo "pip did not find $(TORCH) by itself: trying PyTorch's CPU wheel index."; \
 		$(INSTALL) --no-deps --index-url $(TORCH_CPU_INDEX) "$(TORCH)"; }
 	$(INSTALL) --no-deps -r $(LOCK)
 	$(INSTALL) --no-deps --no-build-isolation -e .

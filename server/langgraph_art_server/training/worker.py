@@ -43,7 +43,11 @@ def main(arguments: list[str] | None = None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides what ends
     lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(lines,), daemon=True).start()
-    _serve(options, lines, messages)
+    try:
+        _serve(options, lines, messages)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)  # not sys.exit: the interpreter would abort over the lock on stdin, which the reader holds
 
 
 def _read(lines: queue.SimpleQueue[bytes]) -> None:
