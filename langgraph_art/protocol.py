@@ -169,7 +169,7 @@ class TrainResult(Message):
 
 
 JobState = Literal["queued", "running", "trained", "finished", "failed"]
-"""``trained``: committed, but not yet loaded into the engine. ``finished``: serving. Only ``failed`` trained nothing."""
+"""``trained``: committed, not yet loaded into the engine. ``finished``: serving. Only ``failed`` trained nothing."""
 
 
 class Job(Message):

@@ -25,7 +25,7 @@ from langgraph_art.loops import blocking
 from langgraph_art.progress import TrainView
 from langgraph_art.protocol import TrainConfig
 from langgraph_art.report import summarize, write_summary
-from langgraph_art.rollout import TRAINING_SAMPLING, OnRun, Reward, arollout
+from langgraph_art.rollouts import TRAINING_SAMPLING, OnRun, Reward, arollout
 from langgraph_art.runs import GraphRun, RunGroup, save_runs
 
 

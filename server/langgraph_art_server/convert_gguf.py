@@ -17,7 +17,7 @@ def convert(source: Path, target: Path) -> None:
     # The weights are plain float32 by now, but transformers refuses to save a model that remembers its GGUF file.
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(quantised.state_dict())
     model.generation_config = quantised.generation_config
     model.save_pretrained(target)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import socket
+import threading
 import warnings
 from typing import Any
 
@@ -130,6 +133,16 @@ def test_one_model_in_many_event_loops(stub: OpenAIStub) -> None:
     for _ in range(3):
         assert asyncio.run(llm.ainvoke("hi")).content == "re: hi"
         assert asyncio.run(ChatART(model="desk", max_retries=0).ainvoke("hi")).content == "re: hi"
+    assert len(llm.root_async_client._client._clients) <= 2  # the last loop's, and one other test's
+
+
+def test_a_loop_that_ends_closes_its_connections(stub: OpenAIStub) -> None:
+    gc.collect()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        asyncio.run(ChatART(model="desk").ainvoke("hi"))
+        gc.collect()
+    assert [str(warning.message) for warning in caught] == []
 
 
 async def test_connections_are_shared_and_closing_one_loops_leaves_others(stub: OpenAIStub) -> None:
@@ -148,8 +161,6 @@ class ThreadLoop:
     """A second event loop that stays open, in a thread of its own."""
 
     def __enter__(self) -> ThreadLoop:
-        import threading
-
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever)
         self.thread.start()
@@ -159,6 +170,7 @@ class ThreadLoop:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(10)
 
     def __exit__(self, *_: object) -> None:
+        self.run(self.loop.shutdown_asyncgens())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join()
         self.loop.close()
@@ -172,8 +184,6 @@ async def test_the_users_own_async_client_is_kept(stub: OpenAIStub) -> None:
 
 
 async def test_socket_options_and_proxies_reach_the_async_client(stub: OpenAIStub) -> None:
-    import socket
-
     llm = ChatART(model="desk", http_socket_options=[(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)])
     assert (await llm.ainvoke("hi")).content == "re: hi"
     proxied = ChatART(model="desk", base_url="http://nowhere.invalid/v1", openai_proxy=stub.url)

@@ -142,6 +142,7 @@ async def test_direct_streams_and_event_streams(stub: OpenAIStub) -> None:
     with record() as run:
         [event async for event in graph.astream_events(said("hello"), version="v2")]
     assert [call.node for call in run.calls] == ["plan", "write"]
+    assert [call.response["type"] for call in run.calls if call.response] == ["ai", "ai"]
     agrees(run, stub)
 
 
@@ -366,6 +367,17 @@ async def test_the_innermost_recording_owns_a_call(stub: OpenAIStub) -> None:
     assert inner.input == said("rate this")
     assert outer.input == said("hello")
     assert len(outer.output["messages"]) == 3
+
+
+def test_a_graph_of_an_inner_recording_is_not_the_outers_graph(stub: OpenAIStub) -> None:
+    def judged(text: str) -> str:
+        with record():
+            graph_of(rate=ask_model).invoke(said("rate this"))
+        return text.upper()
+
+    with record() as outer:
+        RunnableLambda(judged).invoke("hello")
+    assert (outer.input, outer.output, outer.calls) == ("hello", "HELLO", [])
 
 
 def test_two_recordings_one_after_the_other_and_calls_outside(stub: OpenAIStub) -> None:

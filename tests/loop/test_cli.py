@@ -10,7 +10,7 @@ import pytest
 from langchain_core.messages import AIMessage, HumanMessage
 
 from langgraph_art.cli.main import app
-from langgraph_art.rollout import rollout
+from langgraph_art.rollouts import rollout
 from langgraph_art.runs import GraphRun, save_runs
 
 from .conftest import build

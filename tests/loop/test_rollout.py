@@ -23,7 +23,7 @@ from langgraph.graph import END, START, StateGraph
 
 from langgraph_art.chat_model import ChatART
 from langgraph_art.errors import EmptyDataset, NoCallsRecorded, RewardError, RolloutFailed, ServerRefused
-from langgraph_art.rollout import arollout, ascore, rollout, score
+from langgraph_art.rollouts import arollout, ascore, rollout, score
 from langgraph_art.runs import GraphRun, load_runs, save_runs
 
 from .conftest import Ticket, build
@@ -398,7 +398,7 @@ def test_ctrl_c_ends_a_rollout_soon(stub: StubServer, inside_a_loop: bool) -> No
         import asyncio
         from langgraph.graph import START, StateGraph
         from langgraph_art.chat_model import ChatART
-        from langgraph_art.rollout import rollout
+        from langgraph_art.rollouts import rollout
 
         llm = ChatART(model="desk", max_retries=0)
         builder = StateGraph(dict)

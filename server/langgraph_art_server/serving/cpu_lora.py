@@ -107,6 +107,6 @@ def _add_lora_logits(
     apply_lora(y, x, (lora_a_stacked,), (lora_b_stacked,), scale, (y.shape[-1],), self.sampler_groups)
 
 
-PunicaWrapperCPU.update_metadata = _update_metadata_and_group
-PunicaWrapperCPU.add_lora_linear = _add_lora_linear
-PunicaWrapperCPU.add_lora_logits = _add_lora_logits
+PunicaWrapperCPU.update_metadata = _update_metadata_and_group  # type: ignore[method-assign]
+PunicaWrapperCPU.add_lora_linear = _add_lora_linear  # type: ignore[method-assign]
+PunicaWrapperCPU.add_lora_logits = _add_lora_logits  # type: ignore[method-assign]

@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 import os
+import re
 import socket
 import sys
 import time
@@ -123,10 +124,10 @@ class Engine:
                 reason = str(error)
             else:
                 reason = "the engine process ended"
-            tail = self._process.tail(20) if self._process else ""
+            log_text = self._process.tail(400) if self._process else ""
             crashes = 1 if time.monotonic() - begun > GOOD_SERVICE else crashes + 1
             await self._end_process()
-            self.error = f"{reason}. Its last log lines:\n{_readable(tail)}"
+            self.error = f"{reason}. {_cause(log_text)}"
             # An engine that never served will not serve the next time either: fail in bounded time.
             if not served or crashes > MAX_RESTARTS:
                 self._become("failed")
@@ -139,6 +140,8 @@ class Engine:
 
     async def _begin(self) -> None:
         port = _free_port()
+        # The log of this start alone: an error of an earlier one must not be shown as its cause.
+        self._log_path.unlink(missing_ok=True)
         self._process = GuardedProcess(
             self._command(port), env=self._environment(), log_path=self._log_path, grace=10.0
         )
@@ -308,11 +311,13 @@ def _free_port() -> int:
         return port
 
 
-def _readable(tail: str) -> str:
-    """Log lines without the process prefixes that vLLM repeats on each."""
-    return (
-        "\n".join(line.split(") ", 1)[-1] if line.startswith("(") else line for line in tail.splitlines()) or "(none)"
-    )
+def _cause(log_text: str) -> str:
+    """The first error that the log names, which vLLM buries, and the log's last lines."""
+    # vLLM repeats its process's name at the front of each line.
+    lines = [re.sub(r"^\(\S+ pid=\d+\) ", "", line) for line in log_text.splitlines()]
+    errors = [line.strip() for line in lines if re.search(r"^\s*[\w.]*(Error|Exception): |: error: ", line)]
+    first = f"First error: {errors[0]}\n" if errors else ""
+    return first + "Last log lines:\n" + ("\n".join(lines[-10:]) or "(none)")
 
 
 def describe(engine: Engine) -> str:

@@ -75,8 +75,9 @@ def write_checkpoint(directory: Path, checkpoint: Checkpoint, adapter: peft.Lora
         text = json.dumps(described, indent=2, sort_keys=True, default=sorted)  # PEFT keeps module names in a set
         (temporary / ADAPTER_CONFIG).write_text(text)
         (temporary / STATE).write_text(checkpoint.state.model_dump_json(indent=2))
-        temporary.chmod(0o755)  # mkdtemp makes it private, but the engine may run as another user
         for path in [*sorted(temporary.iterdir()), temporary]:
+            # The engine, which may run as another user, reads it; both mkdtemp and safetensors make things private.
+            path.chmod(0o755 if path.is_dir() else 0o644)
             _sync(path)
         temporary.rename(directory)
         _sync(directory.parent)

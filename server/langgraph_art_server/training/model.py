@@ -80,7 +80,7 @@ class PolicyModel:
             attn_implementation=TREE_ATTENTION,
             local_files_only=True,
         )
-        base.to(device=device)
+        base.to(device)  # type: ignore[arg-type]  # transformers wraps it with a type that lacks self
         return cls(base)
 
     @property

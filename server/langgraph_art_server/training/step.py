@@ -15,7 +15,7 @@ from torch import Tensor
 
 from langgraph_art.protocol import PolicyUpdate, TrainConfig
 from langgraph_art_server.training.checkpoint import Checkpoint, TrainerState, read_checkpoint, write_checkpoint
-from langgraph_art_server.training.loss import PackLoss, pack_loss
+from langgraph_art_server.training.loss import pack_loss
 from langgraph_art_server.training.model import PolicyModel
 from langgraph_art_server.training.plan import Plan, plan_update
 from langgraph_art_server.training.task import PolicyTask, Trained, TrainTask
@@ -116,20 +116,24 @@ def _parent(task: PolicyTask) -> Checkpoint | None:
 
 def accumulate_gradients(model: PolicyModel, plan: Plan, on_pack: Callable[[], None]) -> dict[str, float]:
     """Adds the gradients of all packs to those of the adapter and returns the metrics of the pass."""
-    losses: list[PackLoss] = []
+    loss = 0.0
+    entry_logprobs: list[Tensor] = []
+    entry_entropies: list[Tensor] = []
     for pack in plan.packs:
         placed = pack.to(model.device)
         hidden = model.hidden(placed)
-        losses.append(loss := pack_loss(hidden, model.head, placed))
-        hidden.backward(loss.gradient)
+        result = pack_loss(hidden, model.head, placed)
+        hidden.backward(result.gradient)
+        loss += result.loss
+        entry_logprobs.append(result.logprobs)
+        entry_entropies.append(result.entropies)
         on_pack()
-    behaviour = torch.cat([pack.entry_logprobs for pack in plan.packs])
-    logprobs = torch.cat([loss.logprobs for loss in losses])
-    log_ratio = logprobs - behaviour
+    logprobs = torch.cat(entry_logprobs)
+    log_ratio = logprobs - torch.cat([pack.entry_logprobs for pack in plan.packs])
     return {
-        "loss": sum(loss.loss for loss in losses),
+        "loss": loss,
         "logprob": float(logprobs.mean()),
-        "entropy": float(torch.cat([loss.entropies for loss in losses]).mean()),
+        "entropy": float(torch.cat(entry_entropies).mean()),
         # k3 of http://joschu.net/blog/kl-approx.html: unbiased and never negative, as the tokens are the sampler's.
         "mismatch_kl": float((log_ratio.expm1() - log_ratio).mean()),
         "mismatch_max": float(log_ratio.abs().max()),
