@@ -21,20 +21,23 @@ QUEUES = ("delivery", "refund", "account", "product")
 ORDER_QUEUES = ("delivery", "refund")
 
 # A small model follows examples better than instructions.
-QUESTION = "{message}\n\nIs this about delivery, refund, account or product?"
 CLASSIFY_EXAMPLES = [
     ("The courier has not come yet, tracking says Leeds.", "delivery"),
     ("Does the lamp need a special bulb?", "product"),
     ("How do I change my email address?", "account"),
     ("The vase from C2222 broke, please pay me back.", "refund"),
-    ("Is this shirt made of cotton?", "product"),
-    ("I want my money back for B1111.", "refund"),
     ("Where is my parcel E1111?", "delivery"),
+    ("Is this shirt made of cotton?", "product"),
     ("I cannot log in.", "account"),
+    ("I want my money back for B1111.", "refund"),
+    ("My order D3333 should have been here on Monday.", "delivery"),
+    ("Which sizes does the jacket come in?", "product"),
+    ("Please delete my profile.", "account"),
+    ("The coat from F4444 is too small, I am sending it back.", "refund"),
 ]
 CLASSIFY = [SystemMessage("Label the customer's message with one word: delivery, refund, account or product.")]
 for example, queue in CLASSIFY_EXAMPLES:
-    CLASSIFY += [HumanMessage(QUESTION.format(message=example)), AIMessage(queue)]
+    CLASSIFY += [HumanMessage(example), AIMessage(queue)]
 FIND_ORDER = [
     SystemMessage("Copy the order number from the customer's message."),
     HumanMessage("Where is my parcel E1111?"),
@@ -63,7 +66,7 @@ orders = load_orders()
 
 def classify(state: Ticket) -> Ticket:
     """Ask the model for the queue."""
-    answer = llm.invoke([*CLASSIFY, HumanMessage(QUESTION.format(message=state["message"]))])
+    answer = llm.invoke([*CLASSIFY, HumanMessage(state["message"])])
     return {"queue": str(answer.content)}
 
 

@@ -58,18 +58,21 @@ def apply_lora(
     inputs = inputs.view(-1, inputs.shape[-1])
     for slot, rows in groups:
         selected = inputs if rows is None else inputs[rows]
+        # All slices read the same input, so their A matrices are one product.
+        matrices = [a[slot].reshape(-1, a.shape[-1]) for a in a_stacked]
+        shrunk = (selected.to(matrices[0].dtype) @ torch.cat(matrices).T).split([len(a) for a in matrices], dim=1)
         start = 0
-        for a_all, b_all, width in zip(a_stacked, b_stacked, widths, strict=True):
-            a = a_all[slot].reshape(-1, a_all.shape[-1])
+        for hidden, b_all, width in zip(shrunk, b_stacked, widths, strict=True):
             b = b_all[slot].reshape(-1, b_all.shape[-1])
             # The base layer may be padded to more columns than the adapter has.
             columns = min(width, b.shape[0])
-            update = (selected.to(a.dtype) @ a.T) @ b[:columns].T
             target = output[:, start : start + columns]
-            if rows is None:
-                target.add_(update, alpha=scale)
+            if rows is None and target.dtype == hidden.dtype:
+                target.addmm_(hidden, b[:columns].T, alpha=scale)
             else:
-                target.index_add_(0, rows, update.to(output.dtype), alpha=scale)
+                update = (hidden @ b[:columns].T).to(output.dtype)
+                everyone = torch.arange(len(target), device=target.device) if rows is None else rows
+                target.index_add_(0, everyone, update, alpha=scale)
             start += width
 
 

@@ -239,7 +239,7 @@ class Engine:
         if self.device == "cpu":
             # Prefix caching shares whole blocks: the CPU default of 128 tokens would share little of a chat prompt.
             arguments["--block-size"] = 32
-            # The worker within the engine's process: one process less to share few cores.
+            # See VLLM_ENABLE_V1_MULTIPROCESSING below.
             arguments["--distributed-executor-backend"] = "uni"
             arguments["--worker-extension-cls"] = "langgraph_art_server.serving.cpu_lora.WorkerExtension"
         if self.device == "cuda":
@@ -288,6 +288,9 @@ class Engine:
         physical = psutil.cpu_count(logical=False) or 1
         environment = {
             "VLLM_CPU_KVCACHE_SPACE": str(self._settings.kv_cache_gb),
+            # Lets the worker live within the engine's process: as a process of its own it would be polled for its
+            # answers, which costs half a core.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             # vLLM would leave a core of a two-core machine idle; the operating system places the threads better.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(min(physical, len(os.sched_getaffinity(0)))),

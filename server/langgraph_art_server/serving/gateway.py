@@ -178,13 +178,13 @@ class Gateway:
             json={"model": self._engine.model.name, "messages": body.get("messages"), "tools": body.get("tools")},
         )
         if answer.status_code != 200:
-            return BadRequest(f"prompt too long{_at(header)}: {message}", code="context_length_exceeded")
+            return BadRequest(f"the prompt is too long{_at(header)}: {message}", code="context_length_exceeded")
         count = answer.json()["count"]
         wanted = body.get("max_completion_tokens") or body.get("max_tokens")
         asked = f" and the answer may take {wanted}" if wanted and count < limit else ""
         return BadRequest(
-            f"prompt too long{_at(header)}: it has {count} tokens{asked}, the context holds {limit}. Shorten the "
-            "messages, lower max_tokens, or start the server with a larger --max-model-len.",
+            f"the prompt is too long{_at(header)}: it has {count} tokens{asked}, the context holds {limit}. Shorten "
+            "the messages, lower max_tokens, or start the server with a larger --max-model-len.",
             code="context_length_exceeded",
         )
 
