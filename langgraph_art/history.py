@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from langgraph_art.protocol import TrainResult
+from langgraph_art.protocol import PolicyUpdate, TrainResult
 from langgraph_art.runs import GraphRun, RunGroup
 
 
@@ -47,7 +47,8 @@ class StepLog:
     skipped: dict[str, int]
     """Count of what was not trained, by reason."""
     metrics: dict[str, dict[str, float]]
-    """Metrics of the update, by policy: ``loss``, ``grad_norm`` and others."""
+    """Metrics of the update, by policy: ``loss``, ``grad_norm`` and others, and the update's counts: ``runs``,
+    ``calls``, ``trained_tokens``, ``computed_tokens``."""
 
     @classmethod
     def of(
@@ -74,8 +75,13 @@ class StepLog:
             total_seconds=total_seconds,
             versions={update.policy: update.version for update in result.updates},
             skipped=dict(result.skipped),
-            metrics={update.policy: dict(update.metrics) for update in result.updates},
+            metrics={update.policy: _metrics(update) for update in result.updates},
         )
+
+
+def _metrics(update: PolicyUpdate) -> dict[str, float]:
+    counts = update.model_dump(include={"runs", "calls", "trained_tokens", "computed_tokens"})
+    return {**update.metrics, **counts}
 
 
 @dataclass
@@ -117,7 +123,7 @@ class Evaluation:
     """Runs with an infrastructure error, which have no reward."""
     versions: list[str]
     """Policy versions that answered, such as ``researcher@12``."""
-    groups: list[RunGroup]
+    groups: list[RunGroup] = field(repr=False)
     """One group for each input, in the order of the inputs."""
 
     @property

@@ -23,7 +23,7 @@ from langgraph_art.errors import EmptyDataset, NoCallsRecorded, ServerUnreachabl
 from langgraph_art.history import Evaluation, StepLog, TrainHistory
 from langgraph_art.loops import blocking
 from langgraph_art.progress import TrainView
-from langgraph_art.protocol import TrainConfig
+from langgraph_art.protocol import LoraConfig, TrainConfig
 from langgraph_art.report import summarize, write_summary
 from langgraph_art.rollouts import TRAINING_SAMPLING, OnRun, Reward, arollout
 from langgraph_art.runs import GraphRun, RunGroup, save_runs
@@ -47,7 +47,7 @@ class Trainer:
         sampling: as in `arollout`; the trainer computes the plain distribution, so leave it unless you know why.
         on_error: as in `arollout`.
         timeout: seconds that one run may take.
-        seed: seed of the order of the inputs.
+        seed: seed of the order of the inputs, and of the adapters of policies that are created.
         out_dir: directory for ``runs/step-0001.jsonl`` and so on (a step's runs, before its update), ``history.jsonl``
             and ``summary.json``. If it holds a history already, that is continued. Default: nothing is written.
         on_step: called with each step's log; may be async.
@@ -205,7 +205,7 @@ class Trainer:
                 )
             for policy in self.policies:
                 if policy not in info.policies:
-                    await client.policies.create(policy)
+                    await client.policies.create(policy, LoraConfig(seed=self.seed))
             yield client
 
     async def _rollout(

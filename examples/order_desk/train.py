@@ -26,6 +26,10 @@ from langgraph_art import EmbeddedServer, TrainConfig, Trainer
 from langgraph_art.history import Evaluation
 from langgraph_art.report import comparison_table, plot_history, summarize, write_summary
 
+RUNS_PER_INPUT = 8
+INPUTS_PER_STEP = 16
+# Undivided advantages: partial credit stays the small hint that it is meant to be.
+TRAINING = TrainConfig(learning_rate=3e-4, scale="none")
 EXAMPLES_SHOWN = 8
 
 
@@ -51,11 +55,10 @@ def main(
         inputs(train),
         scorer.reward,
         policies=["desk"],
-        server=EmbeddedServer("smollm2-135m-instruct", data_dir=out / "server", max_model_len=512),
-        runs_per_input=8,
-        inputs_per_step=16,
-        # Undivided advantages: partial credit stays the small hint that it is meant to be.
-        config=TrainConfig(learning_rate=3e-4, scale="none"),
+        server=server(out / "server"),
+        runs_per_input=RUNS_PER_INPUT,
+        inputs_per_step=INPUTS_PER_STEP,
+        config=TRAINING,
         concurrency=64,
         seed=seed,
         out_dir=out,
@@ -74,6 +77,11 @@ def main(
     first, last = history.steps[0], history.steps[-1]
     console.print(f"Training reward: {first.reward_mean:.3f} in the first step, {last.reward_mean:.3f} in the last.")
     console.print(f"Trained for {history.train_seconds:.0f} s. Curve: {out / 'reward.png'}, numbers: summary.json.")
+
+
+def server(data_dir: Path) -> EmbeddedServer:
+    """A server for the demo's small model, which is started by the trainer that gets it."""
+    return EmbeddedServer("smollm2-135m-instruct", data_dir=data_dir, max_model_len=512)
 
 
 def inputs(tickets: Iterable[LabelledTicket]) -> list[Ticket]:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import hmac
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
 
 from langgraph_art.protocol import CreatePolicy
 from langgraph_art_server.api import info, jobs, openai, policies, runs
@@ -94,26 +93,24 @@ def create_app(settings: ServerSettings) -> FastAPI:
             await engine.stop()
             database.close()
 
-    app = FastAPI(title="langgraph-art", version=VERSION, lifespan=lifespan)
+    key = [] if settings.api_key is None else [Depends(_require(settings.api_key.get_secret_value()))]
+    app = FastAPI(title="langgraph-art", version=VERSION, lifespan=lifespan, dependencies=key)
     for routes in (info, policies, jobs, runs, openai):
         app.include_router(routes.router)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
-    if settings.api_key is not None:
-        app.middleware("http")(_require(settings.api_key.get_secret_value()))
     return app
 
 
-def _require(api_key: str) -> Callable[[Request, Callable[[Request], Awaitable[Response]]], Awaitable[Response]]:
+def _require(api_key: str) -> Callable[[Request], None]:
     expected = f"Bearer {api_key}".encode()
 
-    async def check(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
+    def check(request: Request) -> None:
         given = request.headers.get("authorization", "").encode()
         # Health is open: load balancers ask for it, and it tells nothing.
         if request.url.path != "/health" and not hmac.compare_digest(given, expected):
-            return _answer(Unauthorized("this server needs an API key: set LANGGRAPH_ART_API_KEY to its --api-key"))
-        return await call_next(request)
+            raise Unauthorized("this server needs an API key: set LANGGRAPH_ART_API_KEY to the one it was started with")
 
     return check
 

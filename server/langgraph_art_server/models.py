@@ -59,9 +59,11 @@ def find_model(model: str) -> BaseModel:
     else:
         directory = _download(model)
     try:
-        config = json.loads((directory / "config.json").read_text())
-    except (OSError, ValueError) as error:
+        config = dict(json.loads((directory / "config.json").read_text()))
+    except (OSError, ValueError, TypeError) as error:
         raise ModelNotFound(f"--model {model!r} has no readable config.json: {error}") from error
+    if "model_type" not in config:
+        raise ModelNotFound(f"--model {model!r}: its config.json names no model_type")
     return BaseModel(name=directory.name if model != BUNDLED else BUNDLED, directory=directory, config=config)
 
 

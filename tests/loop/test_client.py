@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from langgraph_art.client import AsyncClient, Client, make_submission
+from langgraph_art.client import AsyncClient, Client
 from langgraph_art.errors import (
     ArtError,
     NothingToTrain,
@@ -23,6 +23,7 @@ from langgraph_art.errors import (
 )
 from langgraph_art.protocol import Job, LoraConfig, TrainConfig
 from langgraph_art.runs import GraphRun, NodeCall, RunError, RunGroup
+from langgraph_art.submissions import make_submission
 
 from .stub_server import StubServer
 

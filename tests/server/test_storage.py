@@ -167,7 +167,8 @@ def test_jobs_are_worked_in_order_of_acceptance(database: Database) -> None:
     jobs = JobStore(database)
     first, second = jobs.add(submission("k1")), jobs.add(submission("k2"))
     assert jobs.next("queued") == first.id
-    assert [jobs.begin(first.id), jobs.begin(first.id)] == [1, 2]
+    jobs.begin(first.id)
+    assert [jobs.worker_died(first.id), jobs.worker_died(first.id)] == [1, 2]
     assert jobs.next("running", "queued") == first.id
     jobs.fail(first.id, "why")
     assert jobs.next("running", "queued") == second.id

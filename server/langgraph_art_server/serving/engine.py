@@ -124,17 +124,16 @@ class Engine:
                 reason = str(error)
             else:
                 reason = "the engine process ended"
-            log_text = self._process.tail(400) if self._process else ""
             crashes = 1 if time.monotonic() - begun > GOOD_SERVICE else crashes + 1
-            await self._end_process()
-            self.error = f"{reason}. {_cause(log_text)}"
             # An engine that never served will not serve the next time either: fail in bounded time.
-            if not served or crashes > MAX_RESTARTS:
-                self._become("failed")
+            restart = served and crashes <= MAX_RESTARTS
+            self.error = f"{reason}. {_cause(self._process.tail(400) if self._process else '')}"
+            self._become("starting" if restart else "failed")
+            await self._end_process()
+            if not restart:
                 log.error("%s", self.error)
                 return
             log.warning("%s\nrestarting it (%d of %d)", self.error, crashes, MAX_RESTARTS)
-            self._become("starting")
             self.on_restart()
             await asyncio.sleep(2.0 ** (crashes - 1))
 
@@ -155,7 +154,10 @@ class Engine:
         deadline = time.monotonic() + self._settings.start_timeout
         while True:
             if not self.alive():
-                raise _NotStarted(f"the engine ended with exit code {self._process.poll()} while it started")
+                code = self._process.poll()
+                raise _NotStarted(
+                    f"the engine ended with exit code {code} while it started{_MEMORY_HINT.get(code or 0, '')}"
+                )
             if time.monotonic() > deadline:
                 raise _NotStarted(f"the engine did not answer within {self._settings.start_timeout:.0f} s")
             if await self._answers():
@@ -301,6 +303,12 @@ class Engine:
         if openmp.exists():
             environment["LD_PRELOAD"] = " ".join([str(openmp), *os.environ.get("LD_PRELOAD", "").split()])
         return environment
+
+
+_MEMORY_HINT = {
+    # 128 + SIGKILL, which is how the kernel ends a process when memory runs out.
+    137: " (killed, most likely for want of memory: take a smaller --model, --max-model-len or --kv-cache-gb)"
+}
 
 
 class _NotStarted(Exception):

@@ -61,7 +61,7 @@ class JobStore:
                         body_sha256=digest,
                         body=zlib.compress(body),
                         state="queued",
-                        attempts=0,
+                        worker_deaths=0,
                         created_at=time.time(),
                     )
                 )
@@ -97,14 +97,17 @@ class JobStore:
         with self._database.read() as connection:
             return connection.execute(query).scalar_one_or_none()
 
-    def begin(self, job_id: str) -> int:
-        """Mark a job as running and return how often it has been begun, this time included."""
+    def begin(self, job_id: str) -> None:
+        """Mark a job as running."""
         with self._database.write(durable=True) as connection:
-            connection.execute(
-                update(jobs).where(jobs.c.id == job_id).values(state="running", attempts=jobs.c.attempts + 1)
-            )
-            attempts: int = connection.execute(select(jobs.c.attempts).where(jobs.c.id == job_id)).scalar_one()
-        return attempts
+            connection.execute(update(jobs).where(jobs.c.id == job_id).values(state="running"))
+
+    def worker_died(self, job_id: str) -> int:
+        """Count a worker that died on a job; returns how many have."""
+        with self._database.write(durable=True) as connection:
+            connection.execute(update(jobs).where(jobs.c.id == job_id).values(worker_deaths=jobs.c.worker_deaths + 1))
+            deaths: int = connection.execute(select(jobs.c.worker_deaths).where(jobs.c.id == job_id)).scalar_one()
+        return deaths
 
     def commit(self, job_id: str, result: TrainResult, trained: Sequence[NewVersion]) -> None:
         """The commit point: the job, its new versions and its trained runs become true together."""

@@ -90,8 +90,8 @@ jobs = Table(
     Column("body_sha256", String, nullable=False),
     Column("body", LargeBinary, nullable=False),
     Column("state", String, nullable=False, index=True),
-    # How often a worker began it; a job that kills its worker again and again must end.
-    Column("attempts", Integer, nullable=False),
+    # A job that kills its worker again and again must end.
+    Column("worker_deaths", Integer, nullable=False),
     Column("result", JSON),
     Column("error", String),
     Column("created_at", Float, nullable=False),

@@ -14,6 +14,8 @@ import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+from sqlalchemy.exc import OperationalError
+
 from langgraph_art.protocol import Job, Submission, TrainResult
 from langgraph_art_server.errors import Unavailable
 from langgraph_art_server.serving.adapters import Adapters
@@ -28,10 +30,10 @@ from langgraph_art_server.training.trainer import TaskFailed, Trainer, WorkerDie
 
 log = logging.getLogger(__name__)
 
-MAX_ATTEMPTS = 3
+MAX_WORKER_DEATHS = 3
 """How often a job may lose its worker before it fails."""
 _OPEN_CALLS_TIMEOUT = 30.0
-_LOAD_RETRY = 5.0
+_RETRY = 5.0
 CHECKPOINTS = "checkpoints"
 
 
@@ -109,14 +111,31 @@ class Runner:
                 continue
             try:
                 await self._process(job_id)
-            except Exception:
-                log.exception("job %s", job_id)
-                await self._fail(job_id, "the server failed on this job; its log has the details")
+            except (OSError, OperationalError):
+                # A full disk may have room again, a locked database may be free.
+                log.exception("job %s; trying again in %.0f s", job_id, _RETRY)
+                await asyncio.sleep(_RETRY)
 
     async def _process(self, job_id: str) -> None:
         job = await asyncio.to_thread(self._jobs.get, job_id)
-        if job.state != "trained" and not await self._train(job):
-            return
+        if job.state != "trained":
+            try:
+                await self._train(job)
+            except (OSError, OperationalError):
+                raise
+            except WorkerDied as error:
+                deaths = await asyncio.to_thread(self._jobs.worker_died, job_id)
+                log.warning("job %s lost its worker, time %d of %d: %s", job_id, deaths, MAX_WORKER_DEATHS, error)
+                if deaths >= MAX_WORKER_DEATHS:
+                    await self._fail(job_id, str(error))
+                return
+            except TaskFailed as error:
+                await self._fail(job_id, str(error))
+                return
+            except Exception:
+                log.exception("job %s", job_id)
+                await self._fail(job_id, "the server failed on this job; its log has the details")
+                return
         job = await asyncio.to_thread(self._jobs.get, job_id)
         assert job.result is not None  # the state says so
         begun = time.monotonic()
@@ -128,9 +147,9 @@ class Runner:
         self._progress.pop(job_id, None)
         await self._notify()
 
-    async def _train(self, job: Job) -> bool:
-        """Train and commit; False if the job failed."""
-        attempts = await asyncio.to_thread(self._jobs.begin, job.id)
+    async def _train(self, job: Job) -> None:
+        """Train and commit."""
+        await asyncio.to_thread(self._jobs.begin, job.id)
         await self._notify()
         begun = time.time()
         seconds = {"queue": begun - job.created_at.timestamp()}
@@ -142,13 +161,9 @@ class Runner:
         try:
             async with self._compute.update():
                 trained = await self._trainer.train(task, lambda done, total: self._on_progress(job.id, done, total))
-        except (WorkerDied, TaskFailed) as error:
+        except BaseException:
             self._delete(task)
-            if isinstance(error, WorkerDied) and attempts < MAX_ATTEMPTS:
-                log.warning("job %s, attempt %d of %d: %s", job.id, attempts, MAX_ATTEMPTS, error)
-                return False
-            await self._fail(job.id, str(error))
-            return False
+            raise
         seconds["train"] = time.time() - begun
         joined.skipped.update(trained.skipped)
         result = TrainResult(updates=trained.updates, skipped=dict(joined.skipped), seconds=seconds)
@@ -165,7 +180,6 @@ class Runner:
             if update.version != update.parent
         ]
         await asyncio.to_thread(self._jobs.commit, job.id, result, versions)
-        return True
 
     async def _join(self, submission: Submission) -> tuple[Joined, dict[str, Head]]:
         runs = [run for group in submission.groups for run in group.runs]
@@ -205,7 +219,7 @@ class Runner:
                 break
             except Unavailable as error:
                 log.warning("%s@%d is trained, not serving yet: %s", policy, version, error.message)
-                await asyncio.sleep(_LOAD_RETRY)
+                await asyncio.sleep(_RETRY)
         await asyncio.to_thread(self._policies.mark_serving, policy, version)
         log.info("%s@%d is serving", policy, version)
 

@@ -43,7 +43,7 @@ def upgrade() -> None:
         sa.Column("body_sha256", sa.String(), nullable=False),
         sa.Column("body", sa.LargeBinary(), nullable=False),
         sa.Column("state", sa.String(), nullable=False),
-        sa.Column("attempts", sa.Integer(), nullable=False),
+        sa.Column("worker_deaths", sa.Integer(), nullable=False),
         sa.Column("result", sa.JSON(), nullable=True),
         sa.Column("error", sa.String(), nullable=True),
         sa.Column("created_at", sa.Float(), nullable=False),

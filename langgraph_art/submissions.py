@@ -1,0 +1,75 @@
+"""Scored groups to what the server is sent: structure and rewards, no messages and no tokens.
+
+Invariant: every run of the groups is in the submission or counted under the reason why not; a run without a usable
+reward is refused by name, never guessed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+
+from langgraph_art.errors import NothingToTrain, RewardError
+from langgraph_art.protocol import CallClaim, GroupSubmission, RunSubmission, Submission, TrainConfig
+from langgraph_art.runs import GraphRun, RunGroup
+
+LEFT_OUT_INFRASTRUCTURE = "run:infrastructure_error"
+"""Reason under which runs are counted that a submission leaves out, because no policy can cause their failure."""
+
+
+def make_submission(
+    groups: Sequence[RunGroup], *, config: TrainConfig | None = None, idempotency_key: str | None = None
+) -> tuple[Submission, dict[str, int]]:
+    """Turn scored groups into what the server is sent: structure and rewards, no messages and no tokens.
+
+    Args:
+        groups: groups whose runs have rewards. Runs with an infrastructure error are left out, whatever their reward.
+        config: how to train; default: ``TrainConfig()``.
+        idempotency_key: default: a hash of the run ids and the configuration, so sending the same runs again is safe.
+
+    Returns:
+        The submission, and the count of runs left out, by reason.
+
+    Raises:
+        RewardError: a run has no reward, or one that is not finite.
+        NothingToTrain: no run is left.
+    """
+    config = config or TrainConfig()
+    kept = [(group, [run for run in group.runs if not _failed_by_infrastructure(run)]) for group in groups]
+    left_out = sum(len(group.runs) - len(runs) for group, runs in kept)
+    if not any(runs for _, runs in kept):
+        errors = [run.error for group in groups for run in group.runs if run.error is not None]
+        last = f" The last one: {errors[-1].type}: {errors[-1].message}" if errors else ""
+        raise NothingToTrain(
+            f"There is no run to train on: {left_out} of {left_out} runs failed for reasons outside the policy.{last}"
+            if left_out
+            else "There is no run to train on: the groups are empty. Roll out some inputs first."
+        )
+    submitted = [
+        GroupSubmission(group_id=group.group_id, runs=[_submit_run(run, groups) for run in runs])
+        for group, runs in kept
+    ]
+    if idempotency_key is None:
+        identity = [[run.run_id for run in group.runs] for group in submitted], config.model_dump(mode="json")
+        idempotency_key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+    skipped = {LEFT_OUT_INFRASTRUCTURE: left_out} if left_out else {}
+    return Submission(idempotency_key=idempotency_key, groups=submitted, config=config), skipped
+
+
+def _failed_by_infrastructure(run: GraphRun) -> bool:
+    return run.error is not None and run.error.infrastructure
+
+
+def _submit_run(run: GraphRun, groups: Sequence[RunGroup]) -> RunSubmission:
+    if run.reward is None or not math.isfinite(run.reward):
+        what = "no reward" if run.reward is None else f"the reward {run.reward}"
+        raise RewardError(
+            f"Run {run.run_id} has {what}. Set run.reward to a finite number, or leave the run out of its group.",
+            groups=list(groups),
+        )
+    claims = [
+        CallClaim(call_id=call.call_id, node=call.node, delivered=call.delivered) for call in run.calls if call.art
+    ]
+    return RunSubmission(run_id=run.run_id, reward=run.reward, calls=claims)

@@ -1,0 +1,79 @@
+"""The application without its engine: keys, error form, models that cannot be had."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from pydantic import SecretStr
+
+from langgraph_art_server.app import create_app
+from langgraph_art_server.config import ServerSettings
+from langgraph_art_server.main import CannotServe, serve
+from langgraph_art_server.models import ModelNotFound, find_model
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({"model_type": "llama", "max_position_embeddings": 64}))
+    return directory
+
+
+def client(app: FastAPI) -> httpx.AsyncClient:
+    # No lifespan: no engine is started.
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://server")
+
+
+async def test_every_route_but_health_wants_the_key(model: Path, tmp_path: Path) -> None:
+    settings = ServerSettings(model=str(model), data_dir=tmp_path, device="cpu", api_key=SecretStr("s3cret"))
+    app = create_app(settings)
+    checked = 0
+    async with client(app) as http:
+        for path, methods in sorted(_routes(app)):
+            if path == "/health":
+                continue
+            for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "s3cret"}):
+                answer = await http.request(methods[0], path, headers=headers)
+                assert answer.status_code == 401, path
+                assert answer.json()["error"]["code"] == "invalid_api_key"
+                assert "s3cret" not in answer.text
+                checked += 1
+    assert checked >= 3 * 8
+    assert "s3cret" not in repr(settings)
+
+
+def _routes(app: FastAPI) -> set[tuple[str, tuple[str, ...]]]:
+    return {(path, tuple(method.upper() for method in item)) for path, item in app.openapi()["paths"].items()}
+
+
+async def test_an_unknown_route_answers_in_openais_form(model: Path, tmp_path: Path) -> None:
+    async with client(create_app(ServerSettings(model=str(model), data_dir=tmp_path, device="cpu"))) as http:
+        answer = await http.get("/v1/embeddings")
+    assert answer.status_code == 404
+    assert set(answer.json()["error"]) == {"message", "type", "code", "param"}
+
+
+def test_a_model_is_found_by_its_directory(model: Path) -> None:
+    found = find_model(str(model))
+    assert (found.name, found.directory, found.context_length) == ("model", model, 64)
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]"])
+def test_a_directory_that_is_no_model_is_refused(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ModelNotFound, match=r"config\.json"):
+        find_model(str(tmp_path))
+
+
+def test_a_taken_port_costs_no_engine_start(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(CannotServe, match=rf"127\.0\.0\.1:{port}.*--port"):
+            serve(ServerSettings(model="never looked at", data_dir=tmp_path, port=port))
