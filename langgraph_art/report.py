@@ -6,6 +6,7 @@ Invariant: reports only show what a history and evaluations hold; the measured n
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +16,35 @@ from langgraph_art.errors import ArtError
 from langgraph_art.history import Evaluation, TrainHistory
 
 
-def comparison_table(untrained: Evaluation, trained: Evaluation, *, title: str = "Held-out inputs") -> Table:
-    """A table for the terminal: the reward and each named part of it, before, after, and the change.
+def comparison_table(
+    untrained: Evaluation,
+    trained: Evaluation,
+    *,
+    title: str = "Held-out inputs",
+    measure: str = "reward",
+    also: Mapping[str, tuple[float, float]] | None = None,
+) -> Table:
+    """A table for the terminal: the measure and each named part of it, before, after, and the change.
 
     Args:
         untrained: evaluation before the training.
-        trained: evaluation after it, on the same inputs with the same reward.
+        trained: evaluation after it, on the same inputs with the same measure.
         title: title of the table.
+        measure: name of what was evaluated.
+        also: further rows, untrained and trained value by name.
     """
     table = Table(title=title)
     table.add_column("mean over runs")
     for name, evaluation in (("untrained", untrained), ("trained", trained)):
         table.add_column("\n".join([name, *evaluation.versions]), justify="right")
     table.add_column("change", justify="right")
-    rows = {"reward": (untrained.mean, trained.mean)}
+    rows = {measure: (untrained.mean, trained.mean)}
     for part in dict.fromkeys([*untrained.parts, *trained.parts]):
         rows[f"  {part}"] = (untrained.parts.get(part, 0.0), trained.parts.get(part, 0.0))
+    rows |= also or {}
     for name, (before, after) in rows.items():
         table.add_row(name, f"{before:.3f}", f"{after:.3f}", f"{after - before:+.3f}")
-    table.add_row("spread of the reward", f"{untrained.std:.3f}", f"{trained.std:.3f}", "")
+    table.add_row(f"spread of {measure}", f"{untrained.std:.3f}", f"{trained.std:.3f}", "")
     table.add_row("runs", str(len(untrained.runs)), str(len(trained.runs)), "")
     if untrained.failed or trained.failed:
         table.add_row("runs without a reward", str(untrained.failed), str(trained.failed), "")

@@ -39,14 +39,15 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=1024,
-        tie_word_embeddings=True,
+        # Tied, every token would predict itself.
+        tie_word_embeddings=False,
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=2,
     )
     model = LlamaForCausalLM(config)
     # The usual 0.02 would make all 49,152 tokens about equally probable, and no behaviour could be rewarded.
-    torch.nn.init.normal_(model.model.embed_tokens.weight, std=0.4)
+    torch.nn.init.normal_(model.lm_head.weight, std=0.35)
     model.save_pretrained(directory)
     bundled = find_model(BUNDLED).directory
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):

@@ -23,13 +23,17 @@ class Scorer:
     def __init__(self, tickets: list[LabelledTicket]) -> None:
         self._by_message = {ticket["message"]: ticket for ticket in tickets}
 
+    def ticket(self, run: GraphRun) -> LabelledTicket:
+        """The labelled ticket that a run was about."""
+        return self._by_message[run.input["message"]]
+
     def reward(self, run: GraphRun) -> dict[str, float]:
         """Training reward in 0 … 1.
 
         An answer counts only as a whole: ``delivery`` scores, ``delivery, refund, account, product`` does not. The
         queue is worth all of it, or half where an order number has to be found too.
         """
-        ticket = self._by_message[run.input["message"]]
+        ticket = self.ticket(run)
         state = run.output or {}
         queue = _credit(state.get("queue"), ticket["queue"], well_formed=lambda answer: answer in QUEUES)
         if ticket["queue"] not in ORDER_QUEUES:
@@ -40,7 +44,7 @@ class Scorer:
 
     def strict(self, run: GraphRun) -> float:
         """1 if the run ended exactly right: the right queue and, if it is about an order, that order's record."""
-        ticket = self._by_message[run.input["message"]]
+        ticket = self.ticket(run)
         state = run.output or {}
         right_order = state.get("order") == ticket["order"] and (state.get("record") is None) == (
             ticket["order"] is None

@@ -20,6 +20,7 @@ from langgraph_art.errors import ServerStartFailed
 from .graphs import one_node
 
 pytestmark = pytest.mark.engine
+KEY = "key-for-this-test"
 SERVE = [sys.executable, "-m", "langgraph_art", "serve"]
 
 
@@ -64,9 +65,12 @@ def url_of(process: subprocess.Popen[str]) -> str:
     raise AssertionError("the server ended before it listened")
 
 
-def test_kill_9_loses_nothing_and_leaves_nothing(tiny_model: Path, tmp_path: Path) -> None:
-    server = serve(tiny_model, tmp_path)
-    url = url_of(server)
+def test_kill_9_loses_nothing_and_leaves_nothing(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LANGGRAPH_ART_API_KEY", KEY)
+    server = serve(tiny_model, tmp_path / "data", tmp_path / "first.log")
+    url = url_of(tmp_path / "first.log")
     until(lambda: ready(url), 300, "the start")
     with Client(url) as client:
         groups = rollout(one_node(url, "desk", max_tokens=4), [{"text": "x"}], n=4, reward=len_reward, progress=False)
@@ -82,14 +86,14 @@ def test_kill_9_loses_nothing_and_leaves_nothing(tiny_model: Path, tmp_path: Pat
     gone, alive = psutil.wait_procs(processes, timeout=30)
     assert alive == [], f"of {len(gone) + len(alive)} processes these are left"
 
-    server = serve(tiny_model, tmp_path)
-    url = url_of(server)
+    server = serve(tiny_model, tmp_path / "data", tmp_path / "second.log")
+    url = url_of(tmp_path / "second.log")
     until(lambda: ready(url), 300, "the second start")
     with Client(url) as client:
         assert client.calls(run_id) == calls
         assert client.wait(job.id).state == "finished"
         assert client.policies.get("desk").version == 1
-        assert len(list((tmp_path / "checkpoints" / "desk").iterdir())) == 1
+        assert len(list((tmp_path / "data" / "checkpoints" / "desk").iterdir())) == 1
 
     # The engine dies under it: later calls wait for the next one, with the trained version.
     engine = next(process for process in descendants(server.pid) if "EngineCore" in process.name())
@@ -99,6 +103,7 @@ def test_kill_9_loses_nothing_and_leaves_nothing(tiny_model: Path, tmp_path: Pat
     answer = httpx.post(
         f"{url}/v1/chat/completions",
         json={"model": "desk", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
+        headers={"authorization": f"Bearer {KEY}"},
         timeout=60,
     )
     assert answer.headers["x-langgraph-art-version"] == "desk@1"
@@ -106,7 +111,7 @@ def test_kill_9_loses_nothing_and_leaves_nothing(tiny_model: Path, tmp_path: Pat
     # A second server may not share the port or the data.
     for arguments, reason in (
         ({"data_dir": tmp_path / "other", "port": int(url.rsplit(":", 1)[1])}, "cannot listen"),
-        ({"data_dir": tmp_path, "port": 0}, "another server uses"),
+        ({"data_dir": tmp_path / "data", "port": 0}, "another server uses"),
     ):
         other = subprocess.run(
             [*SERVE, f"--model={tiny_model}", *(f"--{n.replace('_', '-')}={v}" for n, v in arguments.items())],
@@ -125,6 +130,7 @@ def test_kill_9_loses_nothing_and_leaves_nothing(tiny_model: Path, tmp_path: Pat
     server.wait(timeout=60)
     assert psutil.wait_procs(processes, timeout=5)[1] == []
     port = int(url.rsplit(":", 1)[1])
+    assert KEY not in "".join(log.read_text(errors="replace") for log in tmp_path.rglob("*.log"))
     assert port not in {c.laddr.port for c in psutil.net_connections() if c.status == psutil.CONN_LISTEN}
 
 

@@ -70,7 +70,10 @@ def test_the_rewarded_behaviour_becomes_likelier_and_the_punished_one_rarer(
     # The sampler and the trainer compute the same model.
     assert all(log.metrics[policy].get("mismatch_max", 0.0) < 1e-2 for log in history.steps)
     # Every version that was trained can still be asked for, and the first is the untrained model.
-    assert first_token(server, f"{policy}@0") == pytest.approx(before, abs=1e-4)
+    again = first_token(server, f"{policy}@0")
+    common = before.keys() & again.keys()  # the sampled token is listed too, likely or not
+    assert len(common) >= 20
+    assert [again[token] for token in common] == pytest.approx([before[token] for token in common], abs=1e-4)
 
 
 def trained_groups(server: EmbeddedServer, policy: str, n: int = 4) -> list:
