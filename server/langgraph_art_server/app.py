@@ -64,9 +64,12 @@ def create_app(settings: ServerSettings) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         database = Database(data_dir / "server.db")
-        policy_store, call_store, job_store = PolicyStore(database), CallStore(database), JobStore(database)
+        policy_store = PolicyStore(database, base_model=model.name, max_rank=settings.max_lora_rank)
+        call_store, job_store = CallStore(database), JobStore(database)
+        existing = policy_store.names()
         for name in settings.policies:
-            policy_store.create(CreatePolicy(name=name))
+            if name not in existing:
+                policy_store.create(CreatePolicy(name=name))
         engine = Engine(settings, model, family_of(model), device, logs / "engine.log")
         adapters = Adapters(engine, policy_store, data_dir)
         compute = ComputeLease(exclusive=device == "cpu")

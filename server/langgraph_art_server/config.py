@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 import platformdirs
-from pydantic import Field, SecretStr
+from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from langgraph_art.protocol import PolicyName
@@ -15,6 +15,23 @@ CACHE_DIR = Path(platformdirs.user_cache_dir("langgraph-art"))
 """Converted models; safe to delete."""
 DATA_DIR = Path(platformdirs.user_data_dir("langgraph-art"))
 """Policies, recorded calls and jobs."""
+
+
+RESERVED_ENGINE_ARGS = frozenset(
+    {
+        "--host",
+        "--port",
+        "--uds",
+        "--api-key",
+        "--model",
+        "--served-model-name",
+        "--enable-lora",
+        "--logprobs-mode",
+        "--generation-config",
+        "--override-generation-config",
+    }
+)
+"""What the server decides itself: the engine must be reachable by it alone, and its logprobs must be exact."""
 
 
 class ServerSettings(BaseSettings):
@@ -56,7 +73,16 @@ class ServerSettings(BaseSettings):
     chat_template: str | None = None
     """File with a Jinja chat template; default: by model family, else the model's own."""
     engine_args: list[str] = Field(default_factory=list)
-    """Raw arguments added to vLLM's command line."""
+    """Raw arguments added to vLLM's command line; not those in ``RESERVED_ENGINE_ARGS``."""
+
+    @field_validator("engine_args")
+    @classmethod
+    def _not_reserved(cls, value: list[str]) -> list[str]:
+        reserved = [argument for argument in value if argument.split("=")[0].replace("_", "-") in RESERVED_ENGINE_ARGS]
+        if reserved:
+            raise ValueError(f"{', '.join(reserved)}: the server sets this itself, it cannot go to vLLM")
+        return value
+
     start_timeout: float = Field(default=600, gt=0)
     """Seconds that the engine may take to answer its first request."""
     token_budget: int | None = Field(default=None, ge=64)

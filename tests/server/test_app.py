@@ -77,3 +77,9 @@ def test_a_taken_port_costs_no_engine_start(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         with pytest.raises(CannotServe, match=rf"127\.0\.0\.1:{port}.*--port"):
             serve(ServerSettings(model="never looked at", data_dir=tmp_path, port=port))
+
+
+@pytest.mark.parametrize("argument", ["--host=0.0.0.0", "--logprobs-mode", "--served_model_name", "--api-key"])
+def test_engine_arguments_that_would_break_a_promise_are_refused(argument: str) -> None:
+    with pytest.raises(ValueError, match="the server sets this itself"):
+        ServerSettings(engine_args=["--seed", "1", argument])

@@ -90,6 +90,16 @@ def test_the_client_gets_what_it_asked_for_and_nothing_more() -> None:
     assert usage["usage"]["completion_tokens"] == 3
 
 
+def test_reasoning_that_the_client_declined_is_taken_out() -> None:
+    part = answer()
+    part["choices"][0]["message"]["reasoning"] = "hm"
+    kept = copy.deepcopy(part)
+    capture({"include_reasoning": False}).take(part)
+    assert "reasoning" not in part["choices"][0]["message"]
+    capture().take(kept)
+    assert kept["choices"][0]["message"]["reasoning"] == "hm"
+
+
 def test_version_zero_is_named_although_the_base_model_answers() -> None:
     part = answer() | {"model": "smollm2"}
     capture(target=Target("desk", 0)).take(part)
@@ -112,6 +122,8 @@ def test_the_request_keeps_what_the_client_set() -> None:
     ("body", "reason"),
     [
         ({"temperature": 0}, "greedy"),
+        ({"temperature": 0.005}, "greedy"),
+        ({"use_beam_search": True}, "altered_distribution"),
         ({"temperature": 0.5}, None),
         ({"top_p": 0.9}, "altered_distribution"),
         ({"top_p": 1}, None),

@@ -23,7 +23,7 @@ from langgraph_art.protocol import (
     Submission,
     TrainResult,
 )
-from langgraph_art_server.errors import Conflict, NotFound
+from langgraph_art_server.errors import BadRequest, Conflict, NotFound
 from langgraph_art_server.storage.calls import CallStore
 from langgraph_art_server.storage.database import Database
 from langgraph_art_server.storage.jobs import JobStore, NewVersion
@@ -38,6 +38,10 @@ RESULT = TrainResult(updates=[], skipped={"call:stale_version": 1}, seconds={"tr
 @pytest.fixture
 def database(tmp_path: Path) -> Database:
     return Database(tmp_path / "server.db")
+
+
+def policy_store(database: Database) -> PolicyStore:
+    return PolicyStore(database, base_model="tiny", max_rank=16)
 
 
 def submission(key: str = "k1", reward: float = 1.0) -> Submission:
@@ -68,6 +72,12 @@ def test_tokens_come_back_exactly(
     store.save([call])
     assert store.of_run("r1") == [call]
     assert store.of_ids(["c1", "unknown"]) == {"c1": [call]}
+
+
+def test_calls_of_runs_are_found_by_id(database: Database) -> None:
+    store = CallStore(database)
+    store.save([recorded("a"), recorded("b", attempt=1), recorded("c", run_id="r2"), recorded("d", run_id=None)])
+    assert store.ids_of_runs(["r1", "r9"]) == {"a", "b"}
 
 
 def test_float32_is_what_the_engine_reports(database: Database) -> None:
@@ -117,21 +127,67 @@ def test_a_saved_call_survives_kill_9(tmp_path: Path) -> None:
 
 
 def test_creating_a_policy_twice_is_one_policy(database: Database) -> None:
-    store = PolicyStore(database)
+    store = policy_store(database)
     first = store.create(CreatePolicy(name="desk"))
     assert store.create(CreatePolicy(name="desk")) == first
     assert (first.version, [version.version for version in first.versions]) == (0, [0])
 
 
 def test_the_shape_of_a_policy_is_fixed(database: Database) -> None:
-    store = PolicyStore(database)
+    store = policy_store(database)
     store.create(CreatePolicy(name="desk"))
     with pytest.raises(Conflict, match="rank=8"):
         store.create(CreatePolicy(name="desk", lora=LoraConfig(rank=8)))
 
 
+def test_a_policy_that_could_never_be_served_is_refused(database: Database) -> None:
+    store = policy_store(database)
+    with pytest.raises(BadRequest, match=r"'tiny'.*another one"):
+        store.create(CreatePolicy(name="tiny"))
+    with pytest.raises(BadRequest, match="--max-lora-rank"):
+        store.create(CreatePolicy(name="big", lora=LoraConfig(rank=17)))
+
+
+def test_a_failed_job_is_queued_again_by_the_same_submission(database: Database) -> None:
+    jobs = JobStore(database)
+    job = jobs.add(submission())
+    jobs.worker_died(job.id)
+    jobs.fail(job.id, "out of memory")
+    again = jobs.add(submission())
+    assert (again.id, again.state, again.error) == (job.id, "queued", None)
+    assert jobs.worker_died(job.id) == 1
+    with pytest.raises(Conflict):
+        jobs.add(submission(reward=2.0))
+
+
+MIGRATE_AND_DIE = """
+import os, sys
+from pathlib import Path
+from sqlalchemy import event
+from langgraph_art_server.storage import database
+engine = database._engine(Path(sys.argv[1]), "FULL")
+statements = 0
+@event.listens_for(engine, "before_cursor_execute")
+def count(connection, cursor, statement, *rest):
+    global statements
+    statements += statement.lstrip().upper().startswith("CREATE")
+    if statements > int(sys.argv[2]):
+        os.kill(os.getpid(), 9)
+with engine.begin() as connection:
+    database.migrate(connection)
+"""
+
+
+@pytest.mark.parametrize("after", [1, 3, 5])
+def test_a_migration_that_was_killed_starts_again(tmp_path: Path, after: int) -> None:
+    path = tmp_path / "server.db"
+    killed = subprocess.run([sys.executable, "-c", MIGRATE_AND_DIE, str(path), str(after)], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    CallStore(Database(path)).save([recorded()])
+
+
 def test_a_pin_stays_when_the_policy_moves(database: Database) -> None:
-    policies, jobs = PolicyStore(database), JobStore(database)
+    policies, jobs = policy_store(database), JobStore(database)
     policies.create(CreatePolicy(name="desk"))
     assert policies.pin("g1", "desk") == 0
     job = jobs.add(submission())
@@ -144,7 +200,7 @@ def test_a_pin_stays_when_the_policy_moves(database: Database) -> None:
 
 
 def test_unknown_things_are_named(database: Database) -> None:
-    policies = PolicyStore(database)
+    policies = policy_store(database)
     policies.create(CreatePolicy(name="desk"))
     with pytest.raises(NotFound, match="'desk' has no version 7"):
         policies.directory("desk", 7)
@@ -176,7 +232,7 @@ def test_jobs_are_worked_in_order_of_acceptance(database: Database) -> None:
 
 
 def test_a_commit_is_whole_or_nothing(database: Database) -> None:
-    policies, jobs = PolicyStore(database), JobStore(database)
+    policies, jobs = policy_store(database), JobStore(database)
     for name in ("desk", "clerk"):
         policies.create(CreatePolicy(name=name))
     job = jobs.add(submission())

@@ -26,20 +26,20 @@ def coefficients(result: Plan) -> list[float]:
 def test_every_run_counts_equally() -> None:
     """Run 0 has two calls and five tokens, run 1 one call and one token; their advantages are 1/2 and -1/2."""
     result = plan(group((1.0, [call([1], [2, 3]), call([1, 2], [3, 4, 5])]), (0.0, [call([1], [9])])))
-    assert (result.runs, result.calls, result.trained_tokens) == (2, 3, 6)
+    assert (len(result.run_ids), result.calls, result.trained_tokens) == (2, 3, 6)
     assert coefficients(result) == pytest.approx([-1 / (2 * 1) / 2] + [1 / (2 * 5) / 2] * 5)
 
 
 def test_run_without_advantage_counts_but_is_not_computed() -> None:
     result = plan(group((1.0, [call([1], [2])]), (0.5, [call([1, 50, 51, 52], [3])]), (0.0, [call([1], [4])])))
-    assert (result.runs, result.calls, result.trained_tokens) == (3, 3, 3)
+    assert (len(result.run_ids), result.calls, result.trained_tokens) == (3, 3, 3)
     assert coefficients(result) == pytest.approx([-1 / 3 / 2, 1 / 3 / 2])
     assert [pack.token_ids.tolist() for pack in result.packs] == [[1]]
 
 
 def test_run_without_calls_counts_in_the_mean_only() -> None:
     result = plan(group((1.0, [call([1], [2])]), (0.0, [call([1], [3])]), (5.0, [])))
-    assert result.runs == 2
+    assert len(result.run_ids) == 2
     assert coefficients(result) == pytest.approx([-2 / 2, -1 / 2])
 
 
@@ -53,7 +53,7 @@ def test_groups_without_signal_are_counted_and_leave_the_weights_alone() -> None
         group((1.0, []), (0.0, [])),
     )
     assert result.skipped == {"group:no_signal": 2, "group:too_small": 1}
-    assert result.runs == 2
+    assert len(result.run_ids) == 2
     assert coefficients(result) == pytest.approx([-1 / 2 / 2, 1 / 2 / 2])
 
 
@@ -61,7 +61,7 @@ def test_groups_without_signal_are_counted_and_leave_the_weights_alone() -> None
 def test_nothing_to_do(scale: str) -> None:
     result = plan(group(*[(0.1, [call([1], [4])])] * 3), config=TrainConfig(scale=scale))
     assert result.packs == []
-    assert result.runs == 0
+    assert len(result.run_ids) == 0
     assert result.skipped == {"group:no_signal": 1}
     assert result.metrics == {"reward_mean": pytest.approx(0.1), "reward_std": pytest.approx(0)}
 

@@ -8,7 +8,6 @@ from fastapi import APIRouter, Request
 
 from langgraph_art.protocol import CreatePolicy, Policy
 from langgraph_art_server.api.dependencies import server_of
-from langgraph_art_server.errors import BadRequest
 
 router = APIRouter(prefix="/api/policies")
 
@@ -22,15 +21,7 @@ async def list_policies(request: Request) -> list[Policy]:
 @router.post("")
 async def create_policy(request: Request, body: CreatePolicy) -> Policy:
     """Create a policy, or return the one that exists with the same adapter shape."""
-    server = server_of(request)
-    if body.name == server.engine.model.name:
-        raise BadRequest(f"{body.name!r} is the base model's name: give the policy another one")
-    if body.lora.rank > server.settings.max_lora_rank:
-        raise BadRequest(
-            f"policy {body.name!r}: rank {body.lora.rank} is above the {server.settings.max_lora_rank} that this "
-            "server can serve; start it with a larger --max-lora-rank"
-        )
-    return await asyncio.to_thread(server.policies.create, body)
+    return await asyncio.to_thread(server_of(request).policies.create, body)
 
 
 @router.get("/{name}")

@@ -113,6 +113,6 @@ class Adapters:
             idle = [other for other in self._loaded if other not in self._leases]
             for other in idle[: max(0, len(self._loaded) + 1 - LIVE_ADAPTERS)]:
                 await self._engine.unload_adapter(other)
-                del self._loaded[other]
+                self._loaded.pop(other, None)  # a restart may have cleared them meanwhile
             await self._engine.load_adapter(name, self._data_dir / directory)
             self._loaded[name] = None

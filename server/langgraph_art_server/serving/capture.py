@@ -47,7 +47,11 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "bad_words": (None, []),
     "allowed_token_ids": (None,),
     "thinking_token_budget": (None,),
+    "use_beam_search": (None, False),
+    "repetition_detection": (None,),
+    "vllm_xargs": (None, {}),
 }
+_LOWEST_TEMPERATURE = 0.01
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,7 @@ class Capture:
         self._target = target
         self._wants_logprobs = bool(body.get("logprobs"))
         self._wants_ids = bool(body.get("return_token_ids"))
+        self._wants_reasoning = body.get("include_reasoning") is not False
         self._wants_usage = not body.get("stream") or bool((body.get("stream_options") or {}).get("include_usage"))
         self._prompt_ids: list[int] = []
         self._choices: dict[int, _Choice] = {}
@@ -138,6 +143,8 @@ class Capture:
         kept.sampled_ids += choice.get("token_ids") or []
         kept.logprobs += [token["logprob"] for token in (choice.get("logprobs") or {}).get("content") or []]
         kept.finish_reason = choice.get("finish_reason") or kept.finish_reason
+        if not self._wants_reasoning:
+            (choice.get("message") or choice.get("delta") or {}).pop("reasoning", None)
         if not self._wants_ids:
             choice.pop("token_ids", None)
         if not self._wants_logprobs:
@@ -202,7 +209,9 @@ class Capture:
             return "ids_disagree"
         if self._constrained:
             return "constrained"
-        if self._body.get("temperature") == 0:
+        temperature = self._body.get("temperature")
+        # Below this vLLM samples at another temperature than the request says.
+        if temperature is not None and temperature < _LOWEST_TEMPERATURE:
             return "greedy"
         for key, neutral in _NEUTRAL.items():
             if self._body.get(key) not in neutral:

@@ -116,14 +116,16 @@ class Engine:
             try:
                 await self._begin()
                 served = True
+                self.error = None
                 self._become("ready")
                 log.info("engine ready after %.0f s", time.monotonic() - begun)
                 while self.alive():
                     await asyncio.sleep(0.5)
-            except _NotStarted as error:
-                reason = str(error)
+            except (_NotStarted, OSError, httpx.HTTPError) as error:
+                reason = str(error) or type(error).__name__
             else:
-                reason = "the engine process ended"
+                code = self._process.poll() if self._process else None
+                reason = f"the engine process ended with exit code {code}{_MEMORY_HINT.get(code or 0, '')}"
             crashes = 1 if time.monotonic() - begun > GOOD_SERVICE else crashes + 1
             # An engine that never served will not serve the next time either: fail in bounded time.
             restart = served and crashes <= MAX_RESTARTS
@@ -147,6 +149,8 @@ class Engine:
         self._process.start()
         self._http = httpx.AsyncClient(
             base_url=f"http://127.0.0.1:{port}",
+            # No proxy of the environment stands between us and ourselves.
+            trust_env=False,
             # An answer may take as long as it takes; only connecting has a limit.
             timeout=httpx.Timeout(None, connect=10.0),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
@@ -176,9 +180,9 @@ class Engine:
         return answer.status_code == 200
 
     async def _end_process(self) -> None:
-        if self._http is not None:
-            await self._http.aclose()
-            self._http = None
+        http, self._http = self._http, None
+        if http is not None:
+            await http.aclose()
         if self._process is not None:
             await asyncio.to_thread(self._process.stop)
 
@@ -205,6 +209,10 @@ class Engine:
             answer = await self.http.post(f"/v1/{action}_lora_adapter", json=body, timeout=120.0)
         except httpx.TransportError as error:
             raise Unavailable(f"the engine went away while it was to {action} {body['lora_name']}") from error
+        # A request that timed out may have done its work, and names are never used twice.
+        done_before = {"load": (400, "has already been loaded"), "unload": (404, "")}[action]
+        if answer.status_code == done_before[0] and done_before[1] in answer.text:
+            return
         if answer.status_code != 200:
             reason = answer.text.replace(body.get("lora_path", "\0"), "its directory")[:500]
             raise Unavailable(f"the engine could not {action} {body['lora_name']}: {reason}", code="adapter_not_loaded")
@@ -278,7 +286,7 @@ class Engine:
             "DO_NOT_TRACK": "1",
         }
         # Our own key and settings are none of its business.
-        for name in [name for name in environment if name.startswith("LANGGRAPH_ART_")]:
+        for name in [name for name in environment if name.startswith("LANGGRAPH_ART_") or name == "VLLM_API_KEY"]:
             del environment[name]
         if self.model.directory.exists():
             environment.setdefault("HF_HUB_OFFLINE", "1")

@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 from urllib.parse import unquote
 
-import anyio
 import httpx
 import orjson
 from starlette.responses import Response, StreamingResponse
@@ -40,7 +39,8 @@ class Gateway:
         self._adapters = adapters
         self._calls = calls
         self._compute = compute
-        self._default_max_tokens = default_max_tokens
+        # What the prompt leaves of the context is vLLM's to work out.
+        self._default_max_tokens = min(default_max_tokens, engine.max_model_len)
         self._open: dict[str, int] = {}
         self._closed = asyncio.Condition()
 
@@ -60,47 +60,45 @@ class Gateway:
         header = _header(headers)
         if not isinstance(body.get("model"), str):
             raise BadRequest("the request names no model", code="model_not_found")
-        # Held until the answer has ended, which for a stream is after this method returns.
-        held = AsyncExitStack()
-        try:
+        async with AsyncExitStack() as held:
             await held.enter_async_context(self._opened(header.call_id))
-            await self._engine.wait_ready()
             target = await self._adapters.resolve(body["model"], header.pin)
             capture = Capture(header, body, target)
-            await held.enter_async_context(self._compute.call())
-            name = await held.enter_async_context(self._adapters.lease(target))
+            # Held while the engine works, not until a slow client has read the last chunk.
+            working = await held.enter_async_context(AsyncExitStack())
+            await working.enter_async_context(self._engine_time())
+            name = await working.enter_async_context(self._adapters.lease(target))
             request = self._engine.http.build_request(
                 "POST",
                 _PATH,
                 content=orjson.dumps(capture.request(name, self._default_max_tokens)),
                 headers={"content-type": "application/json"},
             )
-            work = asyncio.ensure_future(self._send(request, capture, stream=bool(body.get("stream"))))
-            watch = asyncio.ensure_future(gone())
-            try:
-                await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
-                if not work.done():
-                    raise _ClientGone
-                upstream = work.result()
-            finally:
-                watch.cancel()
-                work.cancel()
+            upstream = await self._send(request, capture, gone, stream=bool(body.get("stream")))
+            if upstream is None:
+                # Nobody reads it; 499 is the usual mark in access logs.
+                return Response(status_code=499)
+            working.push_async_callback(upstream.aclose)
             answer_headers = {} if target.name is None else {protocol.HEADER_VERSION: target.name}
             if upstream.status_code != 200:
                 raise await self._refusal(upstream, header, body)
             if body.get("stream"):
-                held.push_async_callback(upstream.aclose)
-                return _HeldStream(self._stream(upstream, capture), held.pop_all(), answer_headers)
+                events: asyncio.Queue[bytes | None] = asyncio.Queue()
+                pump = asyncio.create_task(self._pump(upstream, capture, events, working.pop_all()))
+                held.push_async_callback(_end, pump)
+                return _HeldStream(_drain(events), held.pop_all(), answer_headers)
             answer = orjson.loads(upstream.content)
             capture.take(answer)
             await self._record(capture)
             return Response(orjson.dumps(answer), media_type="application/json", headers=answer_headers)
-        except _ClientGone:
-            await self._record(capture)
-            # Nobody reads it; 499 is the usual mark in access logs.
-            return Response(status_code=499)
-        finally:
-            await held.aclose()
+
+    async def wait_ready(self) -> None:
+        """Wait until calls are served.
+
+        Raises:
+            Unavailable: The engine failed.
+        """
+        await self._engine.wait_ready()
 
     async def wait_closed(self, call_ids: list[str], timeout: float) -> None:
         """Wait up to ``timeout`` seconds until none of these calls is open any more."""
@@ -115,50 +113,83 @@ class Gateway:
                 # The join reports such calls one by one.
                 return
 
-    async def _send(self, request: httpx.Request, capture: Capture, *, stream: bool) -> httpx.Response:
+    @asynccontextmanager
+    async def _engine_time(self) -> AsyncIterator[None]:
+        """A ready engine and, on CPU, the right to use the cores."""
+        while True:
+            await self._engine.wait_ready()
+            async with self._compute.call():
+                # It may have died while an update held the cores.
+                if self._engine.state == "ready":
+                    yield
+                    return
+
+    async def _send(
+        self,
+        request: httpx.Request,
+        capture: Capture,
+        gone: Callable[[], Coroutine[Any, Any, None]],
+        *,
+        stream: bool,
+    ) -> httpx.Response | None:
+        """The engine's answer, or ``None`` if the client went away first; then the engine's work ends, too."""
+        work = asyncio.ensure_future(self._engine.http.send(request, stream=stream))
+        watch = asyncio.ensure_future(gone())
         try:
-            return await self._engine.http.send(request, stream=stream)
+            await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                return work.result()
+            await self._record(capture)
+            return None
         except httpx.TransportError as error:
             await self._record(capture, failed=True)
             raise _engine_gone(capture.header) from error
+        finally:
+            watch.cancel()
+            work.cancel()
 
-    async def _stream(self, upstream: httpx.Response, capture: Capture) -> AsyncIterator[bytes]:
-        recorded = False
+    async def _pump(
+        self, upstream: httpx.Response, capture: Capture, events: asyncio.Queue[bytes | None], working: AsyncExitStack
+    ) -> None:
+        """Move a stream from the engine to ``events``, record it, and end ``events`` with ``None``.
+
+        However it ends, by itself, by the engine's death or because the client went away, the call is recorded.
+        """
         # From the chunk that ends the last choice on, chunks wait for the record.
         waiting: list[bytes] = []
+        failed = False
         try:
-            async for line in upstream.aiter_lines():
-                if not line.startswith("data: ") or line == "data: [DONE]":
-                    continue
-                chunk = orjson.loads(line[6:])
-                if "error" in chunk or capture.take(chunk):
-                    waiting.append(_event(chunk))
-                if not capture.finished:
-                    for event in waiting:
-                        yield event
-                    waiting.clear()
-            await self._record(capture)
-            recorded = True
-            for event in waiting:
-                yield event
-            yield b"data: [DONE]\n\n"
+            async with working:
+                async for line in upstream.aiter_lines():
+                    if not line.startswith("data: ") or line == "data: [DONE]":
+                        continue
+                    chunk = orjson.loads(line[6:])
+                    if "error" in chunk or capture.take(chunk):
+                        waiting.append(_event(chunk))
+                    if not capture.finished:
+                        for event in waiting:
+                            events.put_nowait(event)
+                        waiting.clear()
         except httpx.TransportError:
-            await self._record(capture, failed=True)
-            recorded = True
-            yield _event({"error": body_of(_engine_gone(capture.header))})
+            failed = True
+            waiting.append(_event({"error": body_of(_engine_gone(capture.header))}))
         finally:
-            if not recorded:
-                # The client went away: the record must be made although this task is being cancelled.
-                with anyio.CancelScope(shield=True):
-                    await self._record(capture)
+            await self._record(capture, failed=failed)
+        if not failed:
+            waiting.append(b"data: [DONE]\n\n")
+        for event in waiting:
+            events.put_nowait(event)
+        events.put_nowait(None)
 
     async def _record(self, capture: Capture, *, failed: bool = False) -> None:
         await asyncio.to_thread(self._calls.save, capture.records(failed=failed))
 
     async def _refusal(self, upstream: httpx.Response, header: CallHeader, body: dict[str, Any]) -> ApiError:
         """The engine's refusal in our words where we know more than it does."""
-        content = await upstream.aread()
-        await upstream.aclose()
+        try:
+            content = await upstream.aread()
+        except httpx.TransportError as error:
+            raise _engine_gone(header) from error
         try:
             message = str(orjson.loads(content)["error"]["message"])
         except (orjson.JSONDecodeError, KeyError, TypeError):
@@ -167,16 +198,17 @@ class Gateway:
             return await self._context_error(header, body, message)
         if upstream.status_code >= 500:
             return Unavailable(f"the engine failed{_at(header)}: {message}", code="engine_error", retry_after=1)
-        error = BadRequest(f"the engine refused the call{_at(header)}: {message}", code="engine_refused")
-        error.status = upstream.status_code
-        return error
+        refusal = BadRequest(f"the engine refused the call{_at(header)}: {message}", code="engine_refused")
+        refusal.status = upstream.status_code
+        return refusal
 
     async def _context_error(self, header: CallHeader, body: dict[str, Any], message: str) -> ApiError:
         limit = self._engine.max_model_len
-        answer = await self._engine.http.post(
-            "/tokenize",
-            json={"model": self._engine.model.name, "messages": body.get("messages"), "tools": body.get("tools")},
-        )
+        question = {"model": self._engine.model.name, "messages": body.get("messages"), "tools": body.get("tools")}
+        try:
+            answer = await self._engine.http.post("/tokenize", json=question)
+        except httpx.TransportError as error:
+            raise _engine_gone(header) from error
         if answer.status_code != 200:
             return BadRequest(f"the prompt is too long{_at(header)}: {message}", code="context_length_exceeded")
         count = answer.json()["count"]
@@ -224,8 +256,15 @@ class _Opened:
             self._closed.notify_all()
 
 
-class _ClientGone(Exception):
-    """The client went away before anything was sent."""
+async def _drain(events: asyncio.Queue[bytes | None]) -> AsyncIterator[bytes]:
+    while (event := await events.get()) is not None:
+        yield event
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    """End a task, or see it end."""
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 def _header(headers: Mapping[str, str]) -> CallHeader:
@@ -233,7 +272,7 @@ def _header(headers: Mapping[str, str]) -> CallHeader:
     node = headers.get(protocol.HEADER_NODE)
     return CallHeader(
         call_id=headers.get(protocol.HEADER_CALL) or uuid.uuid4().hex,
-        attempt=int(retry) if retry.isdecimal() else 0,
+        attempt=int(retry) if retry.isdecimal() and len(retry) < 6 else 0,
         run_id=headers.get(protocol.HEADER_RUN) or None,
         group_id=headers.get(protocol.HEADER_GROUP) or None,
         node=unquote(node) if node is not None else None,

@@ -16,6 +16,8 @@ from langgraph_art.protocol import RecordedCall
 from langgraph_art_server.storage.database import Database
 from langgraph_art_server.storage.schema import calls
 
+_BOUND_VALUES = 500  # SQLite limits how many a statement may have
+
 
 class CallStore:
     """Reads and writes recorded calls."""
@@ -37,13 +39,21 @@ class CallStore:
         with self._database.read() as connection:
             return [_call(row) for row in connection.execute(query).mappings()]
 
+    def ids_of_runs(self, run_ids: Sequence[str]) -> set[str]:
+        """Ids of all calls recorded for these runs."""
+        found: set[str] = set()
+        with self._database.read() as connection:
+            for start in range(0, len(run_ids), _BOUND_VALUES):
+                query = select(calls.c.call_id).where(calls.c.run_id.in_(run_ids[start : start + _BOUND_VALUES]))
+                found.update(connection.execute(query).scalars())
+        return found
+
     def of_ids(self, call_ids: Sequence[str]) -> dict[str, list[RecordedCall]]:
         """Records by call id; ids without a record are absent."""
         found: dict[str, list[RecordedCall]] = {}
         with self._database.read() as connection:
-            # SQLite limits the number of bound values in one statement.
-            for start in range(0, len(call_ids), 500):
-                query = select(calls).where(calls.c.call_id.in_(call_ids[start : start + 500]))
+            for start in range(0, len(call_ids), _BOUND_VALUES):
+                query = select(calls).where(calls.c.call_id.in_(call_ids[start : start + _BOUND_VALUES]))
                 for row in connection.execute(query).mappings():
                     found.setdefault(row["call_id"], []).append(_call(row))
         return found

@@ -65,8 +65,14 @@ def _engine(path: Path, synchronous: str) -> Engine:
 
     @event.listens_for(engine, "connect")
     def _configure(connection: sqlite3.Connection, _record: object) -> None:
+        # Python's driver would begin transactions late and never around DDL; we begin them ourselves.
+        connection.isolation_level = None
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute(f"PRAGMA synchronous={synchronous}")
         connection.execute("PRAGMA foreign_keys=ON")
+
+    @event.listens_for(engine, "begin")
+    def _begin(connection: Connection) -> None:
+        connection.exec_driver_sql("BEGIN")
 
     return engine

@@ -43,6 +43,8 @@ class JobStore:
     def add(self, submission: Submission) -> Job:
         """Store a submission durably, or return the job that its idempotency key already has.
 
+        A job that failed trained nothing, so the same submission again queues it again.
+
         Raises:
             Conflict: The key was used with another body.
         """
@@ -64,6 +66,11 @@ class JobStore:
                         worker_deaths=0,
                         created_at=time.time(),
                     )
+                )
+                row = connection.execute(query).mappings().one()
+            elif row["state"] == "failed" and row["body_sha256"] == digest:
+                connection.execute(
+                    update(jobs).where(jobs.c.id == row["id"]).values(state="queued", error=None, worker_deaths=0)
                 )
                 row = connection.execute(query).mappings().one()
         if row["body_sha256"] != digest:
@@ -133,8 +140,15 @@ class JobStore:
         """Every new version is serving."""
         with self._database.write(durable=True) as connection:
             connection.execute(
-                update(jobs).where(jobs.c.id == job_id).values(state="finished", result=result.model_dump(mode="json"))
+                update(jobs)
+                .where(jobs.c.id == job_id)
+                .values(state="finished", error=None, result=result.model_dump(mode="json"))
             )
+
+    def not_serving(self, job_id: str, reason: str) -> None:
+        """Note why a trained job's versions are not loaded yet."""
+        with self._database.write() as connection:
+            connection.execute(update(jobs).where(jobs.c.id == job_id).values(error=reason))
 
     def fail(self, job_id: str, error: str) -> None:
         """Nothing of the job was trained."""

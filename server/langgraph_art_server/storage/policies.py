@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from sqlalchemy import Connection, insert, select, update
 
 from langgraph_art.protocol import CreatePolicy, LoraConfig, Policy, PolicyVersion
-from langgraph_art_server.errors import Conflict, NotFound
+from langgraph_art_server.errors import BadRequest, Conflict, NotFound
 from langgraph_art_server.storage.database import Database
 from langgraph_art_server.storage.schema import pins, policies, versions
 
@@ -30,17 +30,33 @@ class Head:
 
 
 class PolicyStore:
-    """Reads and writes policies."""
+    """Reads and writes policies.
 
-    def __init__(self, database: Database) -> None:
+    Args:
+        database: Where they are kept.
+        base_model: Name of the base model, which no policy may have.
+        max_rank: Largest adapter rank that the engine serves.
+    """
+
+    def __init__(self, database: Database, *, base_model: str, max_rank: int) -> None:
         self._database = database
+        self._base_model = base_model
+        self._max_rank = max_rank
 
     def create(self, request: CreatePolicy) -> Policy:
         """Create a policy at version 0, or return the one that exists with the same adapter shape.
 
         Raises:
+            BadRequest: It could never be served here.
             Conflict: The name exists with another adapter shape.
         """
+        if request.name == self._base_model:
+            raise BadRequest(f"{request.name!r} is the base model's name: give the policy another one")
+        if request.lora.rank > self._max_rank:
+            raise BadRequest(
+                f"policy {request.name!r}: rank {request.lora.rank} is above the {self._max_rank} that this server "
+                "can serve; start it with a larger --max-lora-rank"
+            )
         now = time.time()
         with self._database.write(durable=True) as connection:
             row = connection.execute(select(policies).where(policies.c.name == request.name)).mappings().first()

@@ -22,7 +22,7 @@ class Plan:
     """What one policy's update will compute."""
 
     packs: list[Pack]
-    runs: int
+    run_ids: list[str]
     """Runs that the loss averages over: they made trainable calls, in a group with signal."""
     calls: int
     """Their trainable calls, with those whose advantage is zero."""
@@ -56,20 +56,23 @@ def plan_update(task: PolicyTask, config: TrainConfig, *, vocabulary: int, token
     """
     skipped: Counter[str] = Counter()
     advantages = group_advantages([[run.reward for run in group.runs] for group in task.groups], config.scale)
-    trained: list[tuple[list[TaskCall], float]] = []
+    trained: list[tuple[str, list[TaskCall], float]] = []
     for group, values in zip(task.groups, advantages, strict=True):
         if values is None:
             skipped["group:too_small"] += 1
             continue
-        runs = [(_trainable(run, vocabulary, skipped), value) for run, value in zip(group.runs, values, strict=True)]
-        runs = [(calls, value) for calls, value in runs if calls]
-        if any(value for _, value in runs):
+        runs = [
+            (run.run_id, _trainable(run, vocabulary, skipped), value)
+            for run, value in zip(group.runs, values, strict=True)
+        ]
+        runs = [(run_id, calls, value) for run_id, calls, value in runs if calls]
+        if any(value for _, _, value in runs):
             trained += runs
         elif runs:
             skipped["group:no_signal"] += 1
 
     tree_calls: list[TreeCall] = []
-    for calls, advantage in trained:
+    for _, calls, advantage in trained:
         weight = 1 / (len(trained) * sum(len(call.sampled_ids) for call in calls))
         tree_calls += [
             TreeCall(call.prompt_ids, call.sampled_ids, call.logprobs, call.temperature, weight * advantage)
@@ -79,11 +82,11 @@ def plan_update(task: PolicyTask, config: TrainConfig, *, vocabulary: int, token
     rewards = [run.reward for group in task.groups for run in group.runs]
     return Plan(
         packs=build_packs(tree_calls, token_budget),
-        runs=len(trained),
-        calls=sum(len(calls) for calls, _ in trained),
-        trained_tokens=sum(len(call.sampled_ids) for calls, _ in trained for call in calls),
+        run_ids=[run_id for run_id, _, _ in trained],
+        calls=sum(len(calls) for _, calls, _ in trained),
+        trained_tokens=sum(len(call.sampled_ids) for _, calls, _ in trained for call in calls),
         skipped=skipped,
-        metrics=_statistics("reward", rewards) | _statistics("advantage", [advantage for _, advantage in trained]),
+        metrics=_statistics("reward", rewards) | _statistics("advantage", [advantage for _, _, advantage in trained]),
     )
 
 

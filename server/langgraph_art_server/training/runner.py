@@ -64,18 +64,18 @@ class Runner:
         self._changed = asyncio.Condition()
         # (packs done, packs in all) of the job in hand; not worth storing.
         self._progress: dict[str, tuple[int, int]] = {}
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         """Clear what a crash left behind and begin to work."""
         self._delete_orphans()
-        self._task = asyncio.create_task(self._work(), name="runner")
+        self._tasks = [asyncio.create_task(self._work()), asyncio.create_task(self._warm_up())]
 
     async def stop(self) -> None:
         """Stop working. The job in hand stays queued."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._trainer.stop()
 
     async def submit(self, submission: Submission) -> Job:
@@ -105,16 +105,24 @@ class Runner:
     async def _work(self) -> None:
         while True:
             self._queued.clear()
-            job_id = await asyncio.to_thread(self._jobs.next, "trained", "running", "queued")
-            if job_id is None:
-                await self._queued.wait()
-                continue
             try:
-                await self._process(job_id)
-            except (OSError, OperationalError):
-                # A full disk may have room again, a locked database may be free.
-                log.exception("job %s; trying again in %.0f s", job_id, _RETRY)
+                job_id = await asyncio.to_thread(self._jobs.next, "trained", "running", "queued")
+                if job_id is None:
+                    await self._queued.wait()
+                else:
+                    await self._process(job_id)
+            except Exception:
+                # The queue must go on: a full disk may have room again, a locked database may be free.
+                log.exception("the queue stumbled; trying again in %.0f s", _RETRY)
                 await asyncio.sleep(_RETRY)
+
+    async def _warm_up(self) -> None:
+        """Start the trainer before it is needed, so that a model it refuses is known before anybody rolls out."""
+        try:
+            await self._gateway.wait_ready()
+            await self._trainer.start()
+        except (Unavailable, WorkerDied) as error:
+            log.error("policies cannot be trained: %s", error)
 
     async def _process(self, job_id: str) -> None:
         job = await asyncio.to_thread(self._jobs.get, job_id)
@@ -141,7 +149,7 @@ class Runner:
         begun = time.monotonic()
         for update in job.result.updates:
             if update.version != update.parent:
-                await self._serve(update.policy, update.version)
+                await self._serve(job_id, update.policy, update.version)
         job.result.seconds["load"] = time.monotonic() - begun
         await asyncio.to_thread(self._jobs.finish, job_id, job.result)
         self._progress.pop(job_id, None)
@@ -174,12 +182,18 @@ class Runner:
                 version=update.version,
                 parent=update.parent,
                 directory=str(Path(parts[update.policy].out_dir).relative_to(self._data_dir)),
-                run_ids=_trained_runs(parts[update.policy]),
+                run_ids=trained.run_ids[update.policy],
             )
             for update in trained.updates
             if update.version != update.parent
         ]
-        await asyncio.to_thread(self._jobs.commit, job.id, result, versions)
+        try:
+            await asyncio.to_thread(self._jobs.commit, job.id, result, versions)
+        except BaseException:
+            # An error after the commit point must not take the new versions' files away.
+            if (await asyncio.to_thread(self._jobs.get, job.id)).state != "trained":
+                self._delete(task)
+            raise
 
     async def _join(self, submission: Submission) -> tuple[Joined, dict[str, Head]]:
         runs = [run for group in submission.groups for run in group.runs]
@@ -190,6 +204,9 @@ class Runner:
         names = await asyncio.to_thread(self._policies.names)
         heads = {name: await asyncio.to_thread(self._policies.head, name) for name in names}
         joined = join(submission, records, {name: head.latest for name, head in heads.items()}, trained)
+        recorded = await asyncio.to_thread(self._calls.ids_of_runs, [run.run_id for run in runs])
+        if unclaimed := len(recorded - set(call_ids)):
+            joined.skipped["call:unclaimed"] = unclaimed
         return joined, heads
 
     def _task_for(self, job: Job, submission: Submission, joined: Joined, heads: dict[str, Head]) -> TrainTask:
@@ -211,7 +228,7 @@ class Runner:
             )
         return TrainTask(task_id=job.id, config=submission.config, policies=parts)
 
-    async def _serve(self, policy: str, version: int) -> None:
+    async def _serve(self, job_id: str, policy: str, version: int) -> None:
         """Load a version, as long as it takes, and move the plain name to it."""
         while True:
             try:
@@ -219,6 +236,8 @@ class Runner:
                 break
             except Unavailable as error:
                 log.warning("%s@%d is trained, not serving yet: %s", policy, version, error.message)
+                await asyncio.to_thread(self._jobs.not_serving, job_id, f"{policy}@{version}: {error.message}")
+                await self._notify()
                 await asyncio.sleep(_RETRY)
         await asyncio.to_thread(self._policies.mark_serving, policy, version)
         log.info("%s@%d is serving", policy, version)
@@ -247,7 +266,3 @@ class Runner:
             if str(directory.relative_to(self._data_dir)) not in owned:
                 log.info("deleting %s, left by an update that did not finish", directory.name)
                 shutil.rmtree(directory)
-
-
-def _trained_runs(part: PolicyTask) -> list[str]:
-    return [run.run_id for group in part.groups for run in group.runs if run.calls]

@@ -62,7 +62,8 @@ def run_task(
         for policy, plan in zip(task.policies, plans, strict=True)
     ]
     skipped = sum((plan.skipped for plan in plans), Counter[str]())
-    return Trained(task_id=task.task_id, updates=updates, skipped=dict(skipped))
+    run_ids = {policy.policy: plan.run_ids for policy, plan in zip(task.policies, plans, strict=True)}
+    return Trained(task_id=task.task_id, updates=updates, run_ids=run_ids, skipped=dict(skipped))
 
 
 def update_policy(
@@ -89,7 +90,7 @@ def update_policy(
         policy=task.policy,
         parent=task.parent,
         version=task.version if plan.packs else task.parent,
-        runs=plan.runs,
+        runs=len(plan.run_ids),
         calls=plan.calls,
         trained_tokens=plan.trained_tokens,
         computed_tokens=sum(len(pack) for pack in plan.packs),

@@ -85,6 +85,8 @@ class Trained(Message):
     kind: Literal["trained"] = "trained"
     task_id: str
     updates: list[PolicyUpdate]
+    run_ids: dict[str, list[str]]
+    """By policy, the runs that the update averaged over."""
     skipped: dict[str, int]
 
 
@@ -96,6 +98,8 @@ class Failed(Message):
     error: str
     """One line for people: what was wrong, with which policy, and what to do."""
     traceback: str
+    retry: bool = False
+    """Whether the same task may succeed later: the disk was full, say."""
 
 
 class Ready(Message):

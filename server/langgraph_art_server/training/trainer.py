@@ -55,7 +55,7 @@ class Trainer:
         async with self._starting:
             if self._process is not None and self._process.returncode is None:
                 return
-            with self._log_path.open("ab") as output:
+            with self._log_path.open("wb") as output:
                 self._process = await asyncio.create_subprocess_exec(
                     *self._command(),
                     stdin=asyncio.subprocess.PIPE,
@@ -81,6 +81,7 @@ class Trainer:
         Raises:
             WorkerDied: The process ended before it answered.
             TaskFailed: It said why it could not do it.
+            OSError: It could not do it now; a full disk, for example.
         """
         await self.start()
         process = self._process
@@ -98,7 +99,7 @@ class Trainer:
                         return message
                     case Failed():
                         log.error("task %s failed\n%s", task.task_id, message.traceback)
-                        raise TaskFailed(message.error)
+                        raise OSError(message.error) if message.retry else TaskFailed(message.error)
                     case Ready():
                         raise WorkerDied("the trainer worker restarted by itself")
         except (BrokenPipeError, ConnectionResetError) as error:
@@ -128,7 +129,11 @@ class Trainer:
 
     def _epitaph(self, process: asyncio.subprocess.Process) -> str:
         tail = self._log_path.read_bytes()[-2000:].decode(errors="replace").splitlines()[-10:]
-        return f"the trainer worker ended (exit code {process.returncode}). Its last log lines:\n" + "\n".join(tail)
+        # SIGKILL is how the kernel ends a process when memory runs out.
+        hint = ", most likely for want of memory: take a smaller --token-budget or --model" * (process.returncode == -9)
+        return f"the trainer worker ended (exit code {process.returncode}{hint}). Its last log lines:\n" + "\n".join(
+            tail
+        )
 
     def _command(self) -> list[str]:
         command = [sys.executable, "-m", "langgraph_art_server.training.worker"]

@@ -89,7 +89,8 @@ def _serve(options: argparse.Namespace, lines: queue.SimpleQueue[bytes], message
             send(run_task(model, task, token_budget=options.token_budget, on_progress=report))
         except Exception as error:
             message = " ".join(f"{type(error).__name__}: {error}".split())
-            send(Failed(task_id=task_id, error=message, traceback=traceback.format_exc()))
+            retry = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
+            send(Failed(task_id=task_id, error=message, traceback=traceback.format_exc(), retry=retry))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ context.configure(
     target_metadata=metadata,
     # SQLite cannot alter a column in place; Alembic then copies the table.
     render_as_batch=True,
+    # A migration is whole or absent, also when the process is killed in the middle.
+    transactional_ddl=True,
 )
 with context.begin_transaction():
     context.run_migrations()
