@@ -22,18 +22,18 @@ ORDER_QUEUES = ("delivery", "refund")
 
 # A small model follows examples better than instructions.
 CLASSIFY_EXAMPLES = [
-    ("The courier has not come yet, tracking says Leeds.", "delivery"),
-    ("Does the lamp need a special bulb?", "product"),
     ("How do I change my email address?", "account"),
     ("The vase from C2222 broke, please pay me back.", "refund"),
-    ("Where is my parcel E1111?", "delivery"),
-    ("Is this shirt made of cotton?", "product"),
+    ("Does the lamp need a special bulb?", "product"),
+    ("The courier has not come yet, tracking says Leeds.", "delivery"),
     ("I cannot log in.", "account"),
     ("I want my money back for B1111.", "refund"),
-    ("My order D3333 should have been here on Monday.", "delivery"),
-    ("Which sizes does the jacket come in?", "product"),
+    ("Is this shirt made of cotton?", "product"),
+    ("Where is my parcel E1111?", "delivery"),
     ("Please delete my profile.", "account"),
     ("The coat from F4444 is too small, I am sending it back.", "refund"),
+    ("Which sizes does the jacket come in?", "product"),
+    ("My order D3333 should have been here on Monday.", "delivery"),
 ]
 CLASSIFY = [SystemMessage("Label the customer's message with one word: delivery, refund, account or product.")]
 for example, queue in CLASSIFY_EXAMPLES:

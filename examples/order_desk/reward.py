@@ -31,13 +31,16 @@ class Scorer:
         """Training reward in 0 … 1.
 
         An answer counts only as a whole: ``delivery`` scores, ``delivery, refund, account, product`` does not. The
-        queue is worth all of it, or half where an order number has to be found too.
+        queue is worth all of it, or half where an order number has to be found too. That number counts only in the
+        right queue: otherwise ``delivery`` for every refund would be a comfortable place to stay.
         """
         ticket = self.ticket(run)
         state = run.output or {}
         queue = _credit(state.get("queue"), ticket["queue"], well_formed=lambda answer: answer in QUEUES)
         if ticket["queue"] not in ORDER_QUEUES:
             return {"queue": queue}
+        if state.get("queue") != ticket["queue"]:
+            return {"queue": queue / 2}
         is_number = re.compile(r"[A-F]\d{4}").fullmatch
         order = _credit(state.get("order"), ticket["order"], well_formed=lambda answer: bool(is_number(answer)))
         return {"queue": queue / 2, "order": order / 2}

@@ -30,12 +30,12 @@ from langgraph_art.report import comparison_table, plot_history, summarize, writ
 RUNS_PER_INPUT = 8
 INPUTS_PER_STEP = 16
 # Undivided advantages: partial credit stays the small hint that it is meant to be.
-TRAINING = TrainConfig(learning_rate=3e-4, scale="none")
+TRAINING = TrainConfig(learning_rate=2e-4, scale="none")
 EXAMPLES_SHOWN = 8
 
 
 def main(
-    steps: Annotated[int, typer.Option(envvar="STEPS", help="Updates to make.")] = 16,
+    steps: Annotated[int, typer.Option(envvar="STEPS", help="Updates to make.")] = 18,
     seed: Annotated[int, typer.Option(envvar="SEED", help="Seed of the adapter and of the order of tickets.")] = 0,
     out: Annotated[
         Path | None, typer.Option(help="Output directory. Default: runs/order_desk/seed-<seed>, replaced if it exists.")
