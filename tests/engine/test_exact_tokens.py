@@ -13,7 +13,7 @@ import torch
 from langchain_core.messages import HumanMessage
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from langgraph_art import ChatART, Client, EmbeddedServer, record
+from langgraph_art import ChatART, Client, EmbeddedServer, attach_tokens, load_runs, record, save_runs
 
 from .graphs import one_node
 
@@ -26,7 +26,7 @@ def chat(server: EmbeddedServer, policy: str, **options: object) -> ChatART:
 
 
 def test_ids_and_logprobs_are_those_of_the_model(
-    server: EmbeddedServer, client: Client, policy: str, tiny_model: Path
+    server: EmbeddedServer, client: Client, policy: str, tiny_model: Path, tmp_path: Path
 ) -> None:
     with record() as run:
         chat(server, policy, max_tokens=12).invoke(PROMPT)
@@ -38,6 +38,10 @@ def test_ids_and_logprobs_are_those_of_the_model(
     assert call.prompt_ids == rendered["input_ids"]
     assert len(call.sampled_ids) == len(call.logprobs) == run.calls[0].usage["output_tokens"]
     assert call.version == 0
+    attach_tokens([run], client)
+    save_runs(tmp_path / "runs.jsonl", [run])
+    assert load_runs(tmp_path / "runs.jsonl") == [run]
+    assert run.calls[0].tokens == call
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     ids = torch.tensor([call.prompt_ids + call.sampled_ids])
     with torch.no_grad():
@@ -118,6 +122,13 @@ def test_wrong_names_and_long_prompts_say_what_to_do(server: EmbeddedServer, pol
     with record() as run, pytest.raises(openai.BadRequestError, match=r"node 'say'.*\d{3,} tokens.*holds 256"):
         one_node(server.url, policy).invoke({"text": "parcel " * 400})
     assert run.error is not None or run.calls[0].error is not None
+
+
+def test_a_call_without_a_limit_is_answered(server: EmbeddedServer, client: Client, policy: str) -> None:
+    with record() as run:
+        chat(server, policy).invoke(PROMPT)
+    (call,) = client.calls(run.run_id)
+    assert len(call.prompt_ids) + len(call.sampled_ids) <= 256
 
 
 def test_errors_come_in_openais_form(server: EmbeddedServer) -> None:

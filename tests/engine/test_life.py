@@ -72,6 +72,9 @@ def test_kill_9_loses_nothing_and_leaves_nothing(
     server = serve(tiny_model, tmp_path / "data", tmp_path / "first.log")
     url = url_of(tmp_path / "first.log")
     until(lambda: ready(url), 300, "the start")
+    first_lines = (tmp_path / "first.log").read_text()
+    assert '"tool_parser": null' in first_lines
+    assert "'max_num_batched_tokens': 512" in (tmp_path / "data" / "logs" / "engine.log").read_text()
     with Client(url) as client:
         groups = rollout(one_node(url, "desk", max_tokens=4), [{"text": "x"}], n=4, reward=len_reward, progress=False)
         run_id = groups[0].runs[0].run_id
