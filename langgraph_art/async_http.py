@@ -27,9 +27,10 @@ SocketOption = tuple[int, int, int]
 class PerLoopClient(openai.DefaultAsyncHttpxClient):
     """Builds requests itself and sends each through the running loop's own client."""
 
-    def __init__(self, proxy: str | None, socket_options: Sequence[SocketOption] | None) -> None:
-        super().__init__()
+    def __init__(self, proxy: str | None, socket_options: Sequence[SocketOption] | None, *, trust_env: bool) -> None:
+        super().__init__(trust_env=trust_env)
         self._proxy = proxy
+        self._trust_env_proxies = trust_env
         self._socket_options = socket_options
         self._clients: dict[asyncio.AbstractEventLoop, tuple[httpx2.AsyncClient, AsyncGenerator[None, None]]] = {}
         self._lock = threading.Lock()
@@ -58,7 +59,7 @@ class PerLoopClient(openai.DefaultAsyncHttpxClient):
 
     def _open(self) -> httpx2.AsyncClient:
         if self._socket_options is None:
-            return openai.DefaultAsyncHttpxClient(proxy=self._proxy)
+            return openai.DefaultAsyncHttpxClient(proxy=self._proxy, trust_env=self._trust_env_proxies)
         transport = sdk_httpx.AsyncHTTPTransport(
             proxy=self._proxy, socket_options=self._socket_options, limits=openai.DEFAULT_CONNECTION_LIMITS
         )
@@ -74,6 +75,20 @@ async def _close_with_loop(client: httpx2.AsyncClient) -> AsyncGenerator[None, N
 
 
 @lru_cache
-def per_loop_client(proxy: str | None, socket_options: tuple[SocketOption, ...] | None) -> PerLoopClient:
-    """The process's client for these options; apps build a model anew at every call, and should share connections."""
-    return PerLoopClient(proxy, socket_options)
+def per_loop_client(
+    proxy: str | None, socket_options: tuple[SocketOption, ...] | None, *, trust_env: bool
+) -> PerLoopClient:
+    """The process's client for these options; apps build a model anew at every call, and should share connections.
+
+    Args:
+        proxy: URL of the proxy that the user named.
+        socket_options: of each connection; ``None`` leaves the library's.
+        trust_env: whether proxies that the environment names are used.
+    """
+    return PerLoopClient(proxy, socket_options, trust_env=trust_env)
+
+
+@lru_cache
+def direct_client() -> httpx2.Client:
+    """The process's blocking client that uses no proxy, whatever the environment says."""
+    return openai.DefaultHttpxClient(trust_env=False)

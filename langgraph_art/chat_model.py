@@ -20,9 +20,9 @@ from langchain_core.outputs import ChatResult
 from langchain_openai import ChatOpenAI
 from pydantic import model_validator
 
-from langgraph_art.async_http import per_loop_client
+from langgraph_art.async_http import direct_client, per_loop_client
 from langgraph_art.recording import SAMPLING_PARAMETERS, calling, current_call
-from langgraph_art.settings import ClientSettings
+from langgraph_art.settings import ClientSettings, is_loopback
 
 _NO_KEY = "not-needed"
 """Sent if no key is set: the SDK demands one, and the user's OpenAI key must never go to another server."""
@@ -91,11 +91,20 @@ class ChatART(ChatOpenAI):
         return values
 
     @model_validator(mode="after")
-    def _art_async_client(self) -> ChatART:
-        """Give the async client one connection pool for each event loop, unless the user brought a client."""
+    def _art_http_clients(self) -> ChatART:
+        """One async connection pool for each event loop, and no proxy to this machine, unless the user brought clients.
+
+        An explicit proxy stays; ``HTTP_PROXY`` and the like cannot lead to a server on the loopback interface.
+        """
+        local = is_loopback(self.openai_api_base or "")
+        if self.root_client is not None and local and self.http_client is None and not self.http_socket_options:
+            self.root_client = self.root_client.with_options(http_client=direct_client())
+            self.client = self.root_client.chat.completions
         if self.root_async_client is not None and (self.http_async_client is None or self.openai_proxy):
             options = self.http_socket_options
-            http_client = per_loop_client(self.openai_proxy, None if options is None else tuple(options))
+            http_client = per_loop_client(
+                self.openai_proxy, None if options is None else tuple(options), trust_env=not local
+            )
             self.root_async_client = self.root_async_client.with_options(http_client=http_client)
             self.async_client = self.root_async_client.chat.completions
         return self

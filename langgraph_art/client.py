@@ -35,7 +35,7 @@ from langgraph_art.protocol import (
     TrainResult,
 )
 from langgraph_art.runs import RunGroup
-from langgraph_art.settings import ClientSettings
+from langgraph_art.settings import ClientSettings, is_loopback
 from langgraph_art.submissions import make_submission
 
 T = TypeVar("T")
@@ -132,7 +132,9 @@ class _Core:
         self.url = settings.url
         key = api_key or (settings.api_key.get_secret_value() if settings.api_key else None)
         headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
-        self._link = link({"base_url": self.url, "headers": headers, "timeout": settings.timeout})
+        options = {"base_url": self.url, "headers": headers, "timeout": settings.timeout}
+        # No proxy between us and our own machine, whatever the environment says.
+        self._link = link({**options, "trust_env": not is_loopback(self.url)})
         self._patience = patience
         self._reached = False
 
@@ -181,12 +183,14 @@ class _Core:
         # The stream is for promptness only. When it drops or ends early, the job itself is asked for, which also
         # decides, with its own retries, whether the server is gone.
         pause = _FIRST_PAUSE
+        warned: set[str] = set()
         while True:
             job = await self.job(job_id)
             if on_progress is not None:
                 on_progress(job)
             if job.state in _ENDED:
                 return job
+            await self._check_serving(job, warned)
             try:
                 async with self._link.stream(f"/api/jobs/{_segment(job_id)}/events") as (response, lines):
                     while response.is_success and job.state not in _ENDED:
@@ -195,11 +199,28 @@ class _Core:
                             job, pause = self._parse(line.removeprefix("data:"), Job), _FIRST_PAUSE
                             if on_progress is not None and job.state not in _ENDED:
                                 on_progress(job)
+                        if line.startswith(("data:", ":")):  # comments too: an engine may fail without a new report
+                            await self._check_serving(job, warned)
             except (httpx.TransportError, StopAsyncIteration) as error:
                 _log.info("lost the event stream of job %s (%r), resuming", job_id, error)
             if job.state not in _ENDED:
                 await self._link.sleep(pause)
                 pause = min(2 * pause, 5.0)
+
+    async def _check_serving(self, job: Job, warned: set[str]) -> None:
+        """Say, once for each reason, why a committed job is not serving; give up if its engine cannot come back."""
+        if job.state != "trained" or not job.error:
+            return
+        if job.error not in warned:
+            warned.add(job.error)
+            _log.warning("job %s is trained but not serving yet: %s", job.id, job.error)
+        info = await self.info()
+        if info.engine == "failed":
+            raise TrainingFailed(
+                f"Job {job.id} is trained but not serving: {job.error}. The engine of the server at {self.url} has "
+                f"failed{f' ({info.engine_error})' if info.engine_error else ''}: restart the server, which will serve "
+                "it; do not submit again."
+            )
 
     async def train(
         self, submission: Submission, left_out: dict[str, int], on_progress: OnProgress | None
@@ -207,7 +228,10 @@ class _Core:
         job = await self.wait((await self.submit(submission, left_out)).id, on_progress)
         if job.state == "failed" or job.result is None:
             reason = job.error or "the server gave no reason; see its log"
-            raise TrainingFailed(f"Job {job.id} failed and trained nothing: {reason}")
+            raise TrainingFailed(
+                f"Job {job.id} failed and trained nothing: {reason}\nCall client.train again with the same groups once "
+                "the cause is mended."
+            )
         return job.result.model_copy(update={"skipped": {**job.result.skipped, **left_out}})
 
     async def _ask(self, method: str, path: str, answer: type[T], body: str | None = None) -> T:
@@ -342,6 +366,10 @@ class Client:
 
         Returns:
             The job, ``finished`` (its new versions serve) or ``failed`` (nothing was trained).
+
+        Raises:
+            TrainingFailed: the job is trained, but the server's engine has failed and cannot load it; the server will
+                serve it after a restart. While loading is only delayed, the reason is logged as a warning.
         """
         return _run(self._core.wait(job_id, on_progress))
 
@@ -359,7 +387,8 @@ class Client:
             What happened to each policy; ``skipped`` also counts the runs that were left out here.
 
         Raises:
-            TrainingFailed: with the server's reason.
+            TrainingFailed: with the server's reason. A failed job is queued again when the same groups are submitted
+                again. Also as in :meth:`wait`.
         """
         submission = make_submission(groups, config=config, idempotency_key=idempotency_key)
         return _run(self._core.train(*submission, on_progress))

@@ -16,6 +16,19 @@ class ArtError(Exception):
     """Base of all errors of langgraph-art."""
 
 
+class CarriesGroups(ArtError):
+    """Base of errors that end a rollout.
+
+    Attributes:
+        groups: the runs that had ended and been scored by then, by group; empty if the error is of no rollout. A group
+            may be short of runs. `client.train(error.groups)` trains on them, `save_runs` keeps them.
+    """
+
+    def __init__(self, message: str, *, groups: Sequence[RunGroup] = ()) -> None:
+        super().__init__(message)
+        self.groups = list(groups)
+
+
 class ServerUnreachable(ArtError):
     """No answer from the server: it is down, still starting, or the URL is wrong."""
 
@@ -24,21 +37,24 @@ class ServerStartFailed(ArtError):
     """An embedded server did not become ready; the message ends with the last lines of its log."""
 
 
-class ServerRefused(ArtError):
+class ServerRefused(CarriesGroups):
     """The server answered with an error.
 
     Attributes:
         status: HTTP status of the answer, such as 404; ``None`` if the answer itself could not be understood.
         code: machine-readable code, such as ``model_not_found``, if the server gave one.
+        groups: if it ended a rollout, the runs that had ended and been scored by then; some groups may be short.
     """
 
-    def __init__(self, message: str, *, status: int | None, code: str | None = None) -> None:
-        super().__init__(message)
+    def __init__(
+        self, message: str, *, status: int | None, code: str | None = None, groups: Sequence[RunGroup] = ()
+    ) -> None:
+        super().__init__(message, groups=groups)
         self.status = status
         self.code = code
 
 
-class RewardError(ArtError):
+class RewardError(CarriesGroups):
     """The reward callback raised, or returned something that is not a finite number.
 
     Attributes:
@@ -46,21 +62,13 @@ class RewardError(ArtError):
             `score(error.groups, reward)`, or save them with `save_runs`.
     """
 
-    def __init__(self, message: str, *, groups: Sequence[RunGroup] = ()) -> None:
-        super().__init__(message)
-        self.groups = list(groups)
 
-
-class RolloutFailed(ArtError):
+class RolloutFailed(CarriesGroups):
     """Every run of a rollout failed for reasons that no policy can cause, such as a server that is down.
 
     Attributes:
         groups: the failed runs, with their calls up to the failure.
     """
-
-    def __init__(self, message: str, *, groups: Sequence[RunGroup] = ()) -> None:
-        super().__init__(message)
-        self.groups = list(groups)
 
 
 class NothingToTrain(ArtError):
@@ -71,12 +79,16 @@ class EmptyDataset(ArtError):
     """There are no inputs to roll out."""
 
 
-class NoCallsRecorded(ArtError):
-    """No run made a call with `ChatART`, so there is nothing to train on."""
+class NoCallsRecorded(CarriesGroups):
+    """No run made a call with `ChatART`, or none with a policy to train, so there is nothing to train on.
+
+    Attributes:
+        groups: everything that was rolled out.
+    """
 
 
 class TrainingFailed(ArtError):
-    """The server accepted a submission and its training then failed. No policy has changed."""
+    """The server accepted a submission, and then no new version serves; the message says why, and how to go on."""
 
 
 class RunFileError(ArtError):

@@ -14,6 +14,7 @@ from typing import Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -116,8 +117,10 @@ class TrainView:
 
     def update(self, job: Job) -> None:
         """The server reports on the update."""
+        # A trained job with an error waits to be served; the reason may hold brackets, which rich would read as markup.
+        reason = f": {escape(job.error.splitlines()[0][:60])}" if job.error else ""
         self._bars.start_task(self._pack_bar)
-        self._bars.update(self._pack_bar, completed=job.done, total=job.total or None, note=job.state)
+        self._bars.update(self._pack_bar, completed=job.done, total=job.total or None, note=f"{job.state}{reason}")
 
     def step(self, log: StepLog) -> None:
         """A step is done."""

@@ -7,10 +7,11 @@ made and joins them by call id. The server package imports this module; this mod
 from __future__ import annotations
 
 import math
+from collections import Counter
 from datetime import datetime
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 PROTOCOL_VERSION = 1
 """Raised when a change here would make an older peer misread a message."""
@@ -136,7 +137,19 @@ class Submission(Message):
     idempotency_key: str = Field(min_length=1, max_length=128)
     """The same key with the same body returns the first job; with another body it is refused (409)."""
     groups: list[GroupSubmission] = Field(min_length=1)
+    """Run ids and call ids are unique over all groups."""
     config: TrainConfig = TrainConfig()
+
+    @model_validator(mode="after")
+    def _each_once(self) -> Self:
+        runs = [run for group in self.groups for run in group.runs]
+        run_ids = [run.run_id for run in runs]
+        call_ids = [claim.call_id for run in runs for claim in run.calls]
+        for kind, ids in (("run", run_ids), ("call", call_ids)):
+            item, count = max(Counter(ids).items(), key=lambda entry: entry[1], default=("", 0))
+            if count > 1:
+                raise ValueError(f"{kind} {item} is in the submission {count} times; submit each {kind} once")
+        return self
 
 
 class PolicyUpdate(Message):
@@ -209,7 +222,8 @@ class RecordedCall(Message):
     """``abandoned``: the client went away before the end; the tokens up to then are kept."""
     finish_reason: str | None
     sampling: dict[str, object]
-    """Sampling parameters in force: ``temperature``, ``top_p``, and whichever others the request set."""
+    """The sampling parameters that the request set. One that is absent had the engine's default: ``temperature`` 1,
+    ``top_p`` 1."""
     constrained: bool
     """Whether a grammar or a forced tool choice shaped the distribution."""
     untrainable: str | None

@@ -1,8 +1,8 @@
 """Rollouts: several recorded, scored runs of a graph for each input, concurrently.
 
 Invariant: every input gives one whole group of ``n`` runs, whatever happened to them. A run that failed for reasons
-outside the policy stays in its group without a reward; any other is scored. Nothing collected is lost by an error:
-the error carries the groups.
+outside the policy stays in its group without a reward; any other is scored. No finished run is lost by an error of
+this package: the error carries the groups.
 """
 
 from __future__ import annotations
@@ -19,7 +19,14 @@ from typing import Any, TypeAlias
 
 from langchain_core.runnables import RunnableConfig
 
-from langgraph_art.errors import EmptyDataset, NoCallsRecorded, RewardError, RolloutFailed, ServerRefused
+from langgraph_art.errors import (
+    CarriesGroups,
+    EmptyDataset,
+    NoCallsRecorded,
+    RewardError,
+    RolloutFailed,
+    ServerRefused,
+)
 from langgraph_art.loops import blocking, give_threads
 from langgraph_art.progress import rollout_bar
 from langgraph_art.recording import record
@@ -31,8 +38,20 @@ Reward: TypeAlias = Callable[[GraphRun], RewardValue | Awaitable[RewardValue]]
 OnRun: TypeAlias = Callable[[GraphRun, int, int], object]
 """Called after each run with the run (scored), the number of runs done, and of all runs."""
 
-TRAINING_SAMPLING: Mapping[str, Any] = MappingProxyType({"temperature": 1.0, "top_p": 1.0})
-"""Sampling for training: the plain distribution of the policy, which is what the trainer computes."""
+_ALTERING = (
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "min_tokens",
+    "bad_words",
+    "ignore_eos",
+)
+TRAINING_SAMPLING: Mapping[str, Any] = MappingProxyType({"temperature": 1.0, "top_p": 1.0} | dict.fromkeys(_ALTERING))
+"""Sampling for training: the plain distribution of the policy, which is what the trainer computes. ``None`` removes a
+setting of the graph's own, with which its calls could not be trained on."""
 
 _THREADS_PER_RUN = 4  # parallel branches of synchronous nodes, and the reward callback
 _SETUP_ERRORS = {"model_not_found", "invalid_api_key"}
@@ -78,8 +97,9 @@ async def arollout(
         RewardError: the callback raised, or returned no finite number. All runs were finished first; they are in
             ``groups`` of the error.
         RolloutFailed: every run failed for reasons outside the policy; ``groups`` has them.
-        NoCallsRecorded: no run made a call through ChatART.
-        ServerRefused: the server does not know the model that a node asked for, or refuses the API key.
+        NoCallsRecorded: no run made a call through ChatART; ``groups`` has all runs.
+        ServerRefused: the server does not know the model that a node asked for, or refuses the API key. The other runs
+            are ended; ``groups`` has those that were finished and scored before.
         ValueError: an argument is out of range, or would have no effect.
     """
     items = list(inputs)
@@ -87,6 +107,7 @@ async def arollout(
     give_threads(_THREADS_PER_RUN * concurrency)
     slots = asyncio.Semaphore(concurrency)
     problems: list[str] = []
+    pending: list[tuple[str, list[asyncio.Task[GraphRun]]]] = []
     total = len(items) * n
     done = 0
 
@@ -105,13 +126,15 @@ async def arollout(
         report = stack.enter_context(rollout_bar(total)) if progress is True else progress or None
         try:
             async with asyncio.TaskGroup() as tasks:
-                pending = []
                 for item in items:
                     group_id = _new_id()
                     pending.append((group_id, [tasks.create_task(one(item, group_id, report)) for _ in range(n)]))
         except ExceptionGroup as errors:
-            raise errors.exceptions[0] from errors.exceptions[0].__cause__
-    groups = [RunGroup(group_id=group_id, runs=[task.result() for task in row]) for group_id, row in pending]
+            first = errors.exceptions[0]
+            if isinstance(first, CarriesGroups):
+                first.groups = [group for group in _finished(pending) if group.runs]
+            raise first from first.__cause__
+    groups = _finished(pending)
     _check_runs(groups)
     _raise_problems(problems, groups)
     return groups
@@ -146,6 +169,14 @@ async def ascore(
             for run in group.runs:
                 tasks.create_task(one(run))
     _raise_problems(problems, groups)
+
+
+def _finished(pending: Iterable[tuple[str, list[asyncio.Task[GraphRun]]]]) -> list[RunGroup]:
+    """The runs whose tasks came to their end, in the groups of all."""
+    return [
+        RunGroup(group_id=group_id, runs=[t.result() for t in row if not t.cancelled() and t.exception() is None])
+        for group_id, row in pending
+    ]
 
 
 rollout = blocking(arollout)
@@ -298,5 +329,6 @@ def _check_runs(groups: Sequence[RunGroup]) -> None:
         why = f" ({len(failed)} of them failed; the first: {first})" if failed else ""
         raise NoCallsRecorded(
             f"None of {len(runs)} runs made a call through ChatART{why}, so there is nothing to train. "
-            'Replace the chat model of the node to train with ChatART(model="<policy>").'
+            'Replace the chat model of the node to train with ChatART(model="<policy>").',
+            groups=groups,
         )

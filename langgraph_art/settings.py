@@ -5,6 +5,9 @@ Invariant: an explicit argument beats the environment variable, which beats the 
 
 from __future__ import annotations
 
+from ipaddress import ip_address
+
+import httpx
 from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
@@ -33,3 +36,12 @@ class ClientSettings(BaseSettings):
     def openai_url(self) -> str:
         """URL of the OpenAI-compatible gateway, as `ChatART` and any other OpenAI client want it."""
         return f"{self.url}/v1"
+
+
+def is_loopback(url: str) -> bool:
+    """Whether the URL's host is this machine's loopback interface, to which no proxy can lead."""
+    host = httpx.URL(url).host
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:  # a name
+        return host == "localhost" or host.endswith(".localhost")

@@ -11,7 +11,9 @@ import json
 import math
 from collections.abc import Sequence
 
-from langgraph_art.errors import NothingToTrain, RewardError
+from pydantic import ValidationError
+
+from langgraph_art.errors import ArtError, NothingToTrain, RewardError
 from langgraph_art.protocol import CallClaim, GroupSubmission, RunSubmission, Submission, TrainConfig
 from langgraph_art.runs import GraphRun, RunGroup
 
@@ -35,6 +37,7 @@ def make_submission(
     Raises:
         RewardError: a run has no reward, or one that is not finite.
         NothingToTrain: no run is left.
+        ArtError: a run or call is in the groups more than once, or the idempotency key is empty or too long.
     """
     config = config or TrainConfig()
     kept = [(group, [run for run in group.runs if not _failed_by_infrastructure(run)]) for group in groups]
@@ -55,7 +58,11 @@ def make_submission(
         identity = [[run.run_id for run in group.runs] for group in submitted], config.model_dump(mode="json")
         idempotency_key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     skipped = {LEFT_OUT_INFRASTRUCTURE: left_out} if left_out else {}
-    return Submission(idempotency_key=idempotency_key, groups=submitted, config=config), skipped
+    try:
+        return Submission(idempotency_key=idempotency_key, groups=submitted, config=config), skipped
+    except ValidationError as error:
+        problems = "; ".join(": ".join([*map(str, problem["loc"]), problem["msg"]]) for problem in error.errors())
+        raise ArtError(f"These groups cannot be submitted: {problems}") from error
 
 
 def _failed_by_infrastructure(run: GraphRun) -> bool:

@@ -1,7 +1,7 @@
 """The training loop: rollouts, rewards, updates, made only of pieces that a user can call alone.
 
-Invariant: a step's runs are kept (and written, with ``out_dir``) before the update begins, and a step's log once it is
-done, so whatever ends the training, Ctrl-C included, loses nothing that was collected.
+Invariant: each run is kept in ``groups`` as soon as it is finished (and written, with ``out_dir``, before the update
+begins), and a step's log once the step is done, so whatever ends the training, Ctrl-C included, loses no finished run.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any, Self
 
 from langgraph_art.client import AsyncClient
 from langgraph_art.embedded import EmbeddedServer
-from langgraph_art.errors import EmptyDataset, NoCallsRecorded, ServerUnreachable
+from langgraph_art.errors import EmptyDataset, NoCallsRecorded, ServerUnreachable, TrainingFailed
 from langgraph_art.history import Evaluation, StepLog, TrainHistory
 from langgraph_art.loops import blocking
 from langgraph_art.progress import TrainView
-from langgraph_art.protocol import LoraConfig, TrainConfig
+from langgraph_art.protocol import LoraConfig, TrainConfig, TrainResult
 from langgraph_art.report import summarize, write_summary
 from langgraph_art.rollouts import TRAINING_SAMPLING, OnRun, Reward, arollout
 from langgraph_art.runs import GraphRun, RunGroup, save_runs
@@ -57,6 +57,9 @@ class Trainer:
 
     Attributes:
         history: the steps so far, also after an error or Ctrl-C.
+        groups: the groups of the step in hand (after it, of the last step): the runs that are finished and scored, also
+            after an error or Ctrl-C, when groups may be short of runs. ``client.train(trainer.groups)`` trains on them;
+            sent with the same config, an update that the server has made already is not made again.
     """
 
     def __init__(
@@ -97,6 +100,7 @@ class Trainer:
         self.on_step = on_step
         self.progress = progress
         self.history = TrainHistory()
+        self.groups: list[RunGroup] = []
         self._url = url
         self._started_server = False
         if not self.inputs:
@@ -124,7 +128,10 @@ class Trainer:
         Raises:
             ServerUnreachable, ServerRefused, ServerStartFailed: the server is down, refuses, or cannot start.
             RewardError, RolloutFailed, NoCallsRecorded: as in `arollout`.
-            TrainingFailed: the update failed; the policies keep their versions.
+            TrainingFailed: the update failed, or nothing in it could be trained on; the policies keep their versions.
+                Or the update is made, but the engine has failed and cannot serve it.
+
+        Whatever is raised, ``groups`` has the finished runs of that step.
         """
         async with self._connected() as client:
             with TrainView(steps, shown=self.progress) as view:
@@ -132,10 +139,13 @@ class Trainer:
                     started = time.monotonic()
                     inputs = [next(self._next_input) for _ in range(self.inputs_per_step)]
                     with self._kept(number, view.rollout(len(inputs) * self.runs_per_input)) as on_run:
-                        groups = await self._rollout(inputs, self.runs_per_input, self.reward, self.sampling, on_run)
+                        groups = self.groups = await self._rollout(
+                            inputs, self.runs_per_input, self.reward, self.sampling, on_run
+                        )
                     seconds = _phases(groups, time.monotonic() - started)
                     self._check_called(groups)
                     result = await client.train(groups, config=self.config, on_progress=view.update)
+                    self._check_trained(result, client.url)
                     total = time.monotonic() - started
                     log = StepLog.of(number, groups, result, seconds=seconds, total_seconds=total)
                     self._keep(log)
@@ -225,16 +235,22 @@ class Trainer:
 
     @contextmanager
     def _kept(self, step: int, show: OnRun) -> Iterator[OnRun]:
-        """Write the runs that were finished when the block ends, in whatever way it ends."""
-        runs: list[GraphRun] = []
+        """Keep the runs that are finished, and write them when the block ends, in whatever way it ends."""
+        groups: dict[str, RunGroup] = {}
+        self.groups = []
 
         def on_run(run: GraphRun, done: int, total: int) -> None:
-            runs.append(run)
+            assert run.group_id is not None  # a rollout gives one
+            if run.group_id not in groups:
+                groups[run.group_id] = RunGroup(group_id=run.group_id, runs=[])
+                self.groups.append(groups[run.group_id])
+            groups[run.group_id].runs.append(run)
             show(run, done, total)
 
         try:
             yield on_run
         finally:
+            runs = [run for group in groups.values() for run in group.runs]
             if self.out_dir is not None and runs:
                 folder = self.out_dir / "runs"
                 folder.mkdir(parents=True, exist_ok=True)
@@ -247,8 +263,20 @@ class Trainer:
         if not called & set(self.policies):
             raise NoCallsRecorded(
                 f"No run called a policy of {self.policies}; their ChatART calls asked for "
-                f"{sorted({call.model for call in calls})}. Use the same name in ChatART(model=...) and policies=."
+                f"{sorted({call.model for call in calls})}. Use the same name in ChatART(model=...) and policies=.",
+                groups=groups,
             )
+
+    def _check_trained(self, result: TrainResult, url: str) -> None:
+        """A step without signal is no error; one that no policy can learn from, nor from the next, is."""
+        if result.updates:
+            return
+        counts = ", ".join(f"{count} {reason}" for reason, count in sorted(result.skipped.items()))
+        advice = [text.format(url=url) for reason, text in _ADVICE.items() if reason in result.skipped]
+        raise TrainingFailed(
+            f"The server found nothing to train on in this step. Skipped: {counts or 'nothing'}. "
+            f"{' '.join([*advice, 'docs/design.md explains the reasons.'])} The runs are in trainer.groups."
+        )
 
     def _keep(self, log: StepLog) -> None:
         self.history.steps.append(log)
@@ -256,6 +284,18 @@ class Trainer:
             self.out_dir.mkdir(parents=True, exist_ok=True)
             self.history.save(self.out_dir / "history.jsonl")
             write_summary(self.out_dir / "summary.json", summarize(self.history, seed=self.seed))
+
+
+_ADVICE = {
+    "call:not_recorded": "call:not_recorded: the graph's ChatART calls another server than {url}; set its base_url or "
+    "LANGGRAPH_ART_URL to {url}, before the graph is built.",
+    "call:altered_distribution": "call:altered_distribution: leave sampling=TRAINING_SAMPLING, and take settings such "
+    "as allowed_token_ids out of the graph's ChatART.",
+    "call:greedy": "call:greedy: train at temperature 1.",
+    "call:constrained": "call:constrained: train without a forced tool choice, a grammar or strict output.",
+    "call:base_model": "call:base_model: call a policy by its name, not the base model.",
+    "call:stale_version": "call:stale_version: call the policy by its plain name, not policy@version.",
+}
 
 
 def _epochs(inputs: Sequence[Any], seed: int, skip: int) -> Iterator[Any]:

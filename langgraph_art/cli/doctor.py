@@ -29,7 +29,7 @@ from packaging.version import Version
 from pydantic import ValidationError
 
 from langgraph_art.protocol import PROTOCOL_VERSION
-from langgraph_art.settings import ClientSettings
+from langgraph_art.settings import ClientSettings, is_loopback
 
 State = Literal["ok", "info", "missing", "mismatch", "broken"]
 
@@ -291,7 +291,7 @@ def _check_answer(url: str, *, named: bool, key: str | None) -> Check:
         address = httpx.URL(url)
         shown = str(address.copy_with(username="", password="")).rstrip("/")
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        answer = httpx.get(f"{url}/api/info", headers=headers, timeout=10)
+        answer = httpx.get(f"{url}/api/info", headers=headers, timeout=10, trust_env=not is_loopback(url))
     except httpx.InvalidURL as error:
         return Check("server", "mismatch", f"not a URL: {error}")
     except httpx.ConnectError as error:

@@ -275,6 +275,35 @@ def test_sampling_is_overridden_in_that_recording_only(stub: OpenAIStub) -> None
     assert llm.extra_body == {"top_k": 5, "priority": 1, "min_p": 0.1}
 
 
+# -- proxies ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"http_socket_options": ()}])
+async def test_no_proxy_stands_before_a_server_on_this_machine(
+    stub: OpenAIStub, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nobody listens
+        monkeypatch.setenv(name.lower(), "http://127.0.0.1:9")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    llm = ChatART(model="desk", max_retries=0, **options)
+    assert llm.invoke("hi").content == "re: hi"
+    assert (await llm.ainvoke("hi")).content == "re: hi"
+    with pytest.raises(openai.APIConnectionError):
+        ChatART(model="desk", max_retries=0, openai_proxy="http://127.0.0.1:9").invoke("an explicit proxy is used")
+
+
+async def test_other_servers_are_reached_through_the_proxy(stub: OpenAIStub, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "http_proxy"):
+        monkeypatch.setenv(name, stub.url)
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.setenv(name, "")
+    llm = ChatART(model="desk", max_retries=0, base_url="http://gpu-box.invalid:7373/v1")
+    assert llm.invoke("hi").content == "re: hi", "the stub takes the proxy's place"
+    assert (await llm.ainvoke("hi")).content == "re: hi"
+
+
 # -- configuration ----------------------------------------------------------------------------------------------------
 
 

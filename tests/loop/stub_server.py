@@ -6,6 +6,7 @@ trains nothing: a finished job raises the version of each policy that it knows.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -60,6 +61,12 @@ class StubServer:
     """So many event streams end, in order, after one event."""
     fail: str | None = None
     """Reason for which the next jobs fail."""
+    untrainable: dict[str, int] | None = None
+    """What the next jobs skip, with nothing left to train."""
+    not_serving: str | None = None
+    """Reason for which the next jobs stay trained."""
+    silent: bool = False
+    """Whether event streams of jobs that stay trained hold comments only."""
 
     def start(self, port: int = 0) -> None:
         listener = socket.socket()
@@ -81,12 +88,19 @@ class StubServer:
         self._thread.join(timeout=10)
 
     def advance(self, job: Job) -> None:
-        """Compute one pack."""
+        """Compute one pack, or report again on a job that cannot be served."""
+        if job.state == "trained":
+            job.error = self.not_serving
+            job.state = "trained" if self.not_serving else "finished"
+            return
         job.state, job.total, job.done = "running", self.packs, job.done + 1
         if job.done < self.packs:
             return
         if self.fail is not None:
             job.state, job.error = "failed", self.fail
+            return
+        if self.untrainable is not None:
+            job.state, job.result = "finished", TrainResult(updates=[], skipped=self.untrainable, seconds={})
             return
         for policy in self.policies.values():
             policy.version += 1
@@ -103,7 +117,7 @@ class StubServer:
             )
             for policy in self.policies.values()
         ]
-        job.state = "finished"
+        job.state, job.error = ("trained", self.not_serving) if self.not_serving else ("finished", None)
         job.result = TrainResult(updates=updates, skipped={"group:no_signal": 1}, seconds={"queue": 0.1, "train": 0.2})
 
 
@@ -186,6 +200,11 @@ async def _events(stub: StubServer, job: Job) -> AsyncIterator[str]:
     while job.state not in ("finished", "failed"):
         stub.advance(job)
         yield f"event: job\ndata: {job.model_dump_json()}\n\n"
+        while job.state == "trained":
+            await asyncio.sleep(0.05)
+            yield ": still there\n\n"
+            if not stub.silent:
+                break
         if stub.drop_streams > 0:
             stub.drop_streams -= 1
             raise ConnectionError("the stub breaks the stream off")

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
+import httpx
 import pytest
 
 from langgraph_art.client import AsyncClient, Client
@@ -23,6 +24,7 @@ from langgraph_art.errors import (
 )
 from langgraph_art.protocol import Job, LoraConfig, TrainConfig
 from langgraph_art.runs import GraphRun, NodeCall, RunError, RunGroup
+from langgraph_art.settings import is_loopback
 from langgraph_art.submissions import make_submission
 
 from .stub_server import StubServer
@@ -81,6 +83,26 @@ def test_nothing_to_train_says_why() -> None:
     broken = [RunGroup(group_id="g", runs=[run("a", None, infrastructure=True)])]
     with pytest.raises(NothingToTrain, match=r"1 of 1 runs failed .* openai.APIError: boom"):
         make_submission(broken)
+
+
+def test_a_run_or_call_that_is_there_twice_is_named() -> None:
+    given = groups(0, 1)
+    with pytest.raises(ArtError, match=r"cannot be submitted: .*run r0 is in the submission 2 times"):
+        make_submission(given + given)
+    given[0].runs[1].calls[1].call_id = "r0-1"
+    with pytest.raises(ArtError, match="call r0-1 is in the submission 2 times"):
+        make_submission(given)
+    with pytest.raises(ArtError, match=r"idempotency_key: .* at most 128 characters"):
+        make_submission(groups(0, 1), idempotency_key="k" * 129)
+
+
+def test_nothing_that_is_there_twice_reaches_the_server(stub: StubServer) -> None:
+    with Client() as client, pytest.raises(ArtError, match="run r0"):
+        client.train(groups(0, 1) + groups(0, 1))
+    body = make_submission(groups(0, 1))[0].model_dump(mode="json")
+    body["groups"] *= 2
+    assert httpx.post(f"{stub.url}/api/submissions", json=body, trust_env=False).status_code == 422
+    assert stub.jobs == {}
 
 
 def test_the_default_key_depends_on_runs_and_config() -> None:
@@ -154,8 +176,106 @@ def test_the_same_key_with_another_body_is_refused(stub: StubServer) -> None:
 
 def test_a_failed_job_raises_the_servers_reason(stub: StubServer) -> None:
     stub.fail = "out of memory: lower the token budget"
-    with Client() as client, pytest.raises(TrainingFailed, match=r"Job job-0 .*lower the token budget"):
+    again = r"(?s)Job job-0 .*lower the token budget.*Call client.train again with the same groups"
+    with Client() as client, pytest.raises(TrainingFailed, match=again):
         client.train(groups(0, 1))
+
+
+async def test_a_job_that_is_not_serving_yet_is_waited_for_with_a_warning(
+    stub: StubServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    stub.not_serving = "the adapter could not be loaded"
+    seen: list[Job] = []
+    async with AsyncClient() as client:
+        training = asyncio.ensure_future(client.train(groups(0, 1), on_progress=seen.append))
+        while len(seen) < 6:
+            await asyncio.sleep(0.02)
+        stub.not_serving = "no memory for the adapter"
+        while len(seen) < 9:
+            await asyncio.sleep(0.02)
+        stub.not_serving = None
+        assert (await training).skipped == {"group:no_signal": 1}
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warnings == [
+        "job job-0 is trained but not serving yet: the adapter could not be loaded",
+        "job job-0 is trained but not serving yet: no memory for the adapter",
+    ]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_job_whose_engine_has_failed_is_not_waited_for(stub: StubServer, late: bool) -> None:
+    stub.not_serving = "the adapter could not be loaded"
+    reports: list[Job] = []
+
+    def fail_later(job: Job) -> None:
+        reports.append(job)
+        if len(reports) == (6 if late else 1):
+            stub.engine = "failed"
+
+    says = r"Job job-0 is trained but not serving: the adapter .*out of memory.*restart the server, which will serve it"
+    with Client() as client:
+        with pytest.raises(TrainingFailed, match=says):
+            client.train(groups(0, 1), on_progress=fail_later)
+        stub.engine, stub.not_serving = "ready", None
+        assert client.wait("job-0").state == "finished", "as after a restart"
+
+
+def test_a_silent_stream_does_not_hide_that_the_engine_has_failed(stub: StubServer) -> None:
+    """The server reports changes only; between them it sends comments."""
+    stub.not_serving, stub.silent = "the adapter could not be loaded", True
+
+    def fail(job: Job) -> None:
+        if job.state == "trained":
+            threading.Timer(0.3, setattr, (stub, "engine", "failed")).start()
+
+    with Client() as client, pytest.raises(TrainingFailed, match="restart the server"):
+        client.train(groups(0, 1), on_progress=fail)
+    assert sum(request.endswith("/events") for request in stub.requests) == 1
+
+
+@pytest.fixture
+def closed_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment that names a proxy on which nobody listens."""
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+        monkeypatch.setenv(name.lower(), "http://127.0.0.1:9")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+
+
+@pytest.mark.usefixtures("closed_proxy")
+async def test_no_proxy_stands_before_a_server_on_this_machine(stub: StubServer) -> None:
+    with Client() as client:
+        assert client.info().engine == "ready"
+    async with AsyncClient(stub.url.replace("127.0.0.1", "localhost")) as there:
+        assert (await there.info()).engine == "ready"
+
+
+def test_other_servers_are_reached_through_the_proxy(stub: StubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", stub.url)
+    monkeypatch.setenv("http_proxy", stub.url)
+    monkeypatch.setenv("NO_PROXY", "")
+    monkeypatch.setenv("no_proxy", "")
+    with Client("http://gpu-box.invalid:7373") as client:
+        assert client.info().engine == "ready", "the stub takes the proxy's place"
+
+
+@pytest.mark.parametrize(
+    ("url", "loopback"),
+    [
+        ("http://127.0.0.1:7373/v1", True),
+        ("http://127.9.9.9", True),
+        ("https://[::1]:7373", True),
+        ("http://LOCALHOST:7373", True),
+        ("http://gpu.localhost", True),
+        ("http://10.0.0.1:7373", False),
+        ("http://127.0.0.1.example.org", False),
+        ("http://localhost@example.org", False),
+        ("", False),
+    ],
+)
+def test_what_is_on_this_machine(url: str, loopback: bool) -> None:
+    assert is_loopback(url) is loopback
 
 
 def test_the_api_key_is_sent_and_never_shown(stub: StubServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,6 +65,14 @@ def test_a_terminal_gets_a_table_and_bars() -> None:
         assert part in text
 
 
+def test_a_job_that_is_not_serving_shows_why() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=140)
+    with TrainView(1, console=console) as view:
+        view.update(job(5).model_copy(update={"state": "trained", "error": "no memory [/for] it\nTraceback"}))
+    assert "trained: no memory [/for] it" in console.file.getvalue()
+    assert "Traceback" not in console.file.getvalue()
+
+
 def test_a_long_training_still_fits_the_terminal() -> None:
     last_frame = shown(terminal=True, steps=40).rsplit("skipped", 1)[-1] + "skipped"
     assert "desk@40 " in last_frame

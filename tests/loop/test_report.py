@@ -57,6 +57,19 @@ def test_the_table_compares_untrained_and_trained() -> None:
     assert "desk@9" in captured.get()
 
 
+def test_the_table_names_the_measure_and_takes_further_rows() -> None:
+    console = Console(width=100)
+    further = {"valid answers": (0.25, 1.0)}
+    table = comparison_table(evaluation(0, 0.0, 0.5), evaluation(9, 1.0, 0.5), measure="accuracy", also=further)
+    with console.capture() as captured:
+        console.print(table)
+    rows = [[cell.strip() for cell in line.strip("│┃ ").split("│")] for line in captured.get().splitlines()]
+    assert ["accuracy", "0.250", "0.750", "+0.500"] in rows
+    assert ["valid answers", "0.250", "1.000", "+0.750"] in rows
+    assert any(row[:3] == ["spread of accuracy", "0.250", "0.250"] for row in rows)
+    assert "reward" not in captured.get()
+
+
 @pytest.mark.parametrize("with_evaluations", [False, True])
 def test_the_plot_is_a_png(tmp_path: Path, with_evaluations: bool) -> None:
     both = {"untrained": evaluation(0, 0.1), "trained": evaluation(2, 0.9)} if with_evaluations else {}

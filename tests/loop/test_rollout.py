@@ -73,6 +73,30 @@ def test_the_apps_own_sampling_can_be_kept(stub: StubServer) -> None:
     assert stub.chat.log[1].body["temperature"] == 0.0
 
 
+def test_training_removes_the_apps_settings_that_alter_the_distribution(stub: StubServer) -> None:
+    engine = {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 3, "bad_words": ["no"]}
+    llm = ChatART(
+        model="desk",
+        temperature=0.3,
+        top_p=0.9,
+        presence_penalty=0.5,
+        frequency_penalty=0.5,
+        logit_bias={5: 1},
+        seed=3,
+        extra_body={**engine, "ignore_eos": True, "priority": 1},
+    )
+    builder = StateGraph(Ticket)
+    builder.add_node("clerk", lambda state: {"answer": str(llm.invoke(state["text"]).content)})
+    builder.add_edge(START, "clerk")
+    rollout(builder.compile(), [{"text": "a"}], n=1)
+    rollout(builder.compile(), [{"text": "a"}], n=1, sampling=None)
+    trained, own = (request.body for request in stub.chat.log)
+    altering = {"presence_penalty", "frequency_penalty", "logit_bias", "ignore_eos", *engine}
+    assert altering <= set(own), "the app does set them"
+    assert altering.isdisjoint(trained)
+    assert (trained["temperature"], trained["top_p"], trained["seed"], trained["priority"]) == (1.0, 1.0, 3, 1)
+
+
 def test_synchronous_nodes_run_concurrently(stub: StubServer) -> None:
     """All 64 nodes must be inside at once to pass the barrier, far more than the default executor has threads."""
     barrier = threading.Barrier(64)
@@ -267,6 +291,17 @@ def test_a_wrong_model_name_ends_the_rollout_at_once(stub: StubServer) -> None:
         rollout(build(before=lambda state: "!404", model="dsk"), [{"text": "a"}] * 50, n=8, concurrency=2)
     assert (caught.value.status, caught.value.code) == (404, "model_not_found")
     assert len(stub.chat.log) < 20, "no run can succeed, so the others are not tried"
+    assert caught.value.groups == []
+
+
+def test_a_wrong_model_name_in_a_late_node_keeps_the_finished_runs(stub: StubServer) -> None:
+    graph = build(before=in_turn("a", "a", "a", "!404"))
+    with pytest.raises(ServerRefused, match="no policy desk") as caught:
+        rollout(graph, [{"text": "x"}, {"text": "y"}, {"text": "z"}], n=2, reward=words, concurrency=1)
+    groups = caught.value.groups
+    assert [group.rewards for group in groups] == [[2.0, 2.0], [2.0]]
+    assert [run.input["text"] for group in groups for run in group.runs] == ["x", "x", "y"]
+    assert all(run.group_id == group.group_id for group in groups for run in group.runs)
 
 
 def test_an_empty_data_set() -> None:
@@ -278,8 +313,9 @@ def test_a_graph_without_calls(stub: StubServer) -> None:
     builder = StateGraph(Ticket)
     builder.add_node("rule", lambda state: {"answer": "42"})
     builder.add_edge(START, "rule")
-    with pytest.raises(NoCallsRecorded, match=r'None of 2 runs .* ChatART\(model="<policy>"\)'):
+    with pytest.raises(NoCallsRecorded, match=r'None of 2 runs .* ChatART\(model="<policy>"\)') as caught:
         rollout(builder.compile(), [{"text": "a"}], n=2)
+    assert [[run.output["answer"] for run in group.runs] for group in caught.value.groups] == [["42", "42"]]
 
     def broken(state: Ticket) -> None:
         raise KeyError("txet")

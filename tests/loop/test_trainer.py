@@ -14,7 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from langgraph.graph import START, StateGraph
 
+from langgraph_art.chat_model import ChatART
+from langgraph_art.client import AsyncClient, Client
 from langgraph_art.embedded import EmbeddedServer
 from langgraph_art.errors import (
     EmptyDataset,
@@ -28,7 +31,7 @@ from langgraph_art.history import StepLog, TrainHistory
 from langgraph_art.runs import GraphRun, load_runs
 from langgraph_art.trainer import Trainer
 
-from .conftest import build
+from .conftest import Ticket, build
 from .stub_server import StubServer
 
 INPUTS = [{"text": "word " * count} for count in range(1, 6)]
@@ -62,7 +65,8 @@ def test_fit_rolls_out_trains_and_logs(stub: StubServer, tmp_path: Path) -> None
         assert log.tokens == sum(call.usage["output_tokens"] for run in saved for call in run.calls) > 0
         assert (log.runs, log.failed, log.skipped) == (4, 0, {"group:no_signal": 1})
         assert set(log.seconds) == {"rollout", "reward", "queue", "train"}
-        assert log.metrics == {"desk": {"loss": 0.5}}
+        counts = {"runs": 1, "calls": 1, "trained_tokens": 1, "computed_tokens": 1}
+        assert log.metrics == {"desk": {"loss": 0.5, **counts}}
     assert TrainHistory.load(tmp_path / "history.jsonl") == history
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["steps"], summary["seed"]) == (3, 0)
@@ -172,8 +176,79 @@ async def test_an_engine_that_starts_is_waited_for(stub: StubServer) -> None:
 
 
 def test_a_policy_that_the_graph_does_not_call(stub: StubServer) -> None:
-    with pytest.raises(NoCallsRecorded, match=r"No run called a policy of \['dask'\]; .* asked for \['desk'\]"):
-        trainer(policies=["dask"]).fit(1)
+    training = trainer(policies=["dask"])
+    with pytest.raises(
+        NoCallsRecorded, match=r"No run called a policy of \['dask'\]; .* asked for \['desk'\]"
+    ) as caught:
+        training.fit(1)
+    assert caught.value.groups == training.groups
+    assert [len(group.runs) for group in training.groups] == [2, 2]
+
+
+def test_the_groups_of_a_failed_update_can_be_trained_again(stub: StubServer) -> None:
+    training = trainer()
+    stub.fail = "the disk is full"
+    with pytest.raises(TrainingFailed, match=r"(?s)the disk is full.*client.train again with the same groups"):
+        training.fit(1)
+    (submission,) = stub.submissions.values()
+    assert [[run.run_id for run in group.runs] for group in training.groups] == [
+        [run.run_id for run in group.runs] for group in submission.groups
+    ]
+    stub.fail = None
+    stub.jobs.clear()  # as a server does that queues a failed job again
+    with Client() as client:
+        assert client.train(training.groups).updates[0].version == 1
+    assert list(stub.submissions) == [submission.idempotency_key], "the same submission"
+    kept = training.groups
+    training.fit(1)
+    assert {group.group_id for group in training.groups}.isdisjoint(group.group_id for group in kept)
+
+
+def test_the_groups_survive_a_refused_submission(stub: StubServer) -> None:
+    def lock(run: GraphRun) -> float:
+        stub.api_key = "changed"
+        return 1.0
+
+    training = trainer()
+    training.reward = lock
+    with pytest.raises(ServerRefused, match="missing or wrong"):
+        training.fit(1)
+    assert [group.rewards for group in training.groups] == [[1.0, 1.0]] * 2
+
+
+@pytest.mark.parametrize(
+    ("skipped", "advice"),
+    [
+        (
+            {"call:not_recorded": 4},
+            r"4 call:not_recorded.*another server than http://127\.0\.0\.1:\d+; set its base_url",
+        ),
+        (
+            {"call:altered_distribution": 3, "call:greedy": 1},
+            r"3 call:altered.*1 call:greedy.*sampling=TRAINING_SAMPLING",
+        ),
+        ({"call:no_ids": 4}, r"4 call:no_ids\. docs/design\.md"),
+    ],
+)
+def test_a_step_with_nothing_to_train_on_is_an_error(stub: StubServer, skipped: dict[str, int], advice: str) -> None:
+    stub.untrainable = skipped
+    training = trainer()
+    with pytest.raises(TrainingFailed, match=advice):
+        training.fit(2)
+    assert (len(stub.jobs), training.history.steps) == (1, [])
+    assert [len(group.runs) for group in training.groups] == [2, 2]
+
+
+def test_an_engine_that_cannot_serve_the_update_is_named(stub: StubServer) -> None:
+    def break_engine(run: GraphRun) -> float:
+        stub.engine, stub.not_serving = "failed", "the adapter could not be loaded"
+        return 1.0
+
+    training = trainer()
+    training.reward = break_engine
+    with pytest.raises(TrainingFailed, match="is trained but not serving: the adapter could not be loaded"):
+        training.fit(1)
+    assert len(training.groups) == 2
 
 
 def test_failed_training_keeps_runs_and_history(stub: StubServer, tmp_path: Path) -> None:
@@ -210,9 +285,37 @@ def test_a_reward_that_raises_keeps_the_runs(stub: StubServer, tmp_path: Path) -
 
 def test_runs_finished_before_a_fatal_error_are_kept(stub: StubServer, tmp_path: Path) -> None:
     turn = iter(["fine", "fine", "!404", "fine"])
+    training = trainer(build(before=lambda state: next(turn)), concurrency=1, out_dir=tmp_path)
     with pytest.raises(ServerRefused, match="no policy desk"):
-        trainer(build(before=lambda state: next(turn)), concurrency=1, out_dir=tmp_path).fit(1)
-    assert len(load_runs(tmp_path / "runs" / "step-0001.jsonl")) == 2
+        training.fit(1)
+    saved = load_runs(tmp_path / "runs" / "step-0001.jsonl")
+    assert [group.rewards for group in training.groups] == [[2.5, 2.5]]
+    assert {run.run_id for run in saved} == {run.run_id for run in training.groups[0].runs}
+    with Client() as client:
+        assert client.train(training.groups).updates[0].version == 1
+
+
+async def test_finished_runs_survive_a_cancelled_rollout(stub: StubServer) -> None:
+    """What Ctrl-C does: it cancels the task."""
+    llm = ChatART(model="desk", max_retries=0)
+    turn = iter(["fine", "!slow 30", "fine", "fine"])
+
+    async def clerk(state: Ticket) -> Ticket:
+        return {"answer": str((await llm.ainvoke(next(turn))).content)}
+
+    builder = StateGraph(Ticket)
+    builder.add_node("clerk", clerk)
+    builder.add_edge(START, "clerk")
+    training = trainer(builder.compile())
+    fitting = asyncio.ensure_future(training.afit(1))
+    while sum(len(group.runs) for group in training.groups) < 3:
+        await asyncio.sleep(0.02)
+    fitting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await fitting
+    assert sorted(group.rewards for group in training.groups) == [[2.5], [2.5, 2.5]]
+    async with AsyncClient() as client:
+        assert (await client.train(training.groups)).updates[0].version == 1
 
 
 def test_ctrl_c_keeps_the_history_so_far(stub: StubServer, tmp_path: Path) -> None:
