@@ -7,6 +7,7 @@ is on disk. A client that goes away ends the engine's work, and what was sampled
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -15,6 +16,7 @@ from urllib.parse import unquote
 
 import httpx
 import orjson
+from sqlalchemy.exc import SQLAlchemyError
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -25,6 +27,8 @@ from langgraph_art_server.serving.capture import CallHeader, Capture
 from langgraph_art_server.serving.compute import ComputeLease
 from langgraph_art_server.serving.engine import Engine
 from langgraph_art_server.storage.calls import CallStore
+
+log = logging.getLogger(__name__)
 
 _PATH = "/v1/chat/completions"
 
@@ -80,6 +84,9 @@ class Gateway:
                 return Response(status_code=499)
             working.push_async_callback(upstream.aclose)
             answer_headers = {} if target.name is None else {protocol.HEADER_VERSION: target.name}
+            if upstream.status_code >= 500:
+                # An SDK tries it again, and this attempt was one.
+                await self._record(capture, failed=True)
             if upstream.status_code != 200:
                 raise await self._refusal(upstream, header, body)
             if body.get("stream"):
@@ -157,32 +164,47 @@ class Gateway:
         """
         # From the chunk that ends the last choice on, chunks wait for the record.
         waiting: list[bytes] = []
-        failed = False
+        error: ApiError | None = None
         try:
-            async with working:
-                async for line in upstream.aiter_lines():
-                    if not line.startswith("data: ") or line == "data: [DONE]":
-                        continue
-                    chunk = orjson.loads(line[6:])
-                    if "error" in chunk or capture.take(chunk):
-                        waiting.append(_event(chunk))
-                    if not capture.finished:
-                        for event in waiting:
-                            events.put_nowait(event)
-                        waiting.clear()
-        except httpx.TransportError:
-            failed = True
-            waiting.append(_event({"error": body_of(_engine_gone(capture.header))}))
-        finally:
-            await self._record(capture, failed=failed)
-        if not failed:
-            waiting.append(b"data: [DONE]\n\n")
+            try:
+                async with working:
+                    async for line in upstream.aiter_lines():
+                        if not line.startswith("data: ") or line == "data: [DONE]":
+                            continue
+                        chunk = orjson.loads(line[6:])
+                        if "error" in chunk or capture.take(chunk):
+                            waiting.append(_event(chunk))
+                        if not capture.finished:
+                            for event in waiting:
+                                events.put_nowait(event)
+                            waiting.clear()
+            except httpx.TransportError:
+                error = _engine_gone(capture.header)
+            finally:
+                await self._record(capture, failed=error is not None)
+        except Exception as broken:
+            # Whatever it was, the client must not wait for ever, nor take the answer for a whole one.
+            waiting.clear()
+            if isinstance(broken, ApiError):
+                error = broken
+            else:
+                log.exception("call %s", capture.header.call_id)
+                error = ApiError(f"the server failed on the call{_at(capture.header)}; its log has the details")
+        waiting.append(b"data: [DONE]\n\n" if error is None else _event({"error": body_of(error)}))
         for event in waiting:
             events.put_nowait(event)
         events.put_nowait(None)
 
     async def _record(self, capture: Capture, *, failed: bool = False) -> None:
-        await asyncio.to_thread(self._calls.save, capture.records(failed=failed))
+        try:
+            await asyncio.to_thread(self._calls.save, capture.records(failed=failed))
+        except (OSError, SQLAlchemyError) as error:
+            log.exception("call %s", capture.header.call_id)
+            raise Unavailable(
+                f"the call{_at(capture.header)} could not be recorded: is the server's disk full?",
+                code="not_recorded",
+                retry_after=5,
+            ) from error
 
     async def _refusal(self, upstream: httpx.Response, header: CallHeader, body: dict[str, Any]) -> ApiError:
         """The engine's refusal in our words where we know more than it does."""

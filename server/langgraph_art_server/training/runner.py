@@ -263,6 +263,6 @@ class Runner:
         """Delete checkpoint directories that no committed version owns."""
         owned = self._policies.directories()
         for directory in (self._data_dir / CHECKPOINTS).glob("*/*"):
-            if str(directory.relative_to(self._data_dir)) not in owned:
+            if directory.is_dir() and str(directory.relative_to(self._data_dir)) not in owned:
                 log.info("deleting %s, left by an update that did not finish", directory.name)
                 shutil.rmtree(directory)

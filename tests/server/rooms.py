@@ -1,0 +1,147 @@
+"""The rooms of a server around a stub engine: everything is real but vLLM.
+
+Invariant: requests go over real HTTP through the application that users start; only its lifespan, which would start
+vLLM, is replaced by what is said here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from langgraph_art.protocol import CreatePolicy, LoraConfig, Submission, TrainResult
+from langgraph_art_server.app import Server, create_app
+from langgraph_art_server.config import ServerSettings
+from langgraph_art_server.models import BaseModel
+from langgraph_art_server.serving.adapters import Adapters
+from langgraph_art_server.serving.compute import ComputeLease
+from langgraph_art_server.serving.engine import Engine
+from langgraph_art_server.serving.families import Family
+from langgraph_art_server.serving.gateway import Gateway
+from langgraph_art_server.storage.calls import CallStore
+from langgraph_art_server.storage.database import Database
+from langgraph_art_server.storage.jobs import JobStore, NewVersion
+from langgraph_art_server.storage.policies import PolicyStore
+from langgraph_art_server.training.runner import Runner
+from langgraph_art_server.training.trainer import Trainer
+
+from .stub_engine import StubEngine, serving
+
+LORA = LoraConfig(rank=3, alpha=6, seed=5)
+
+
+class AttachedEngine(Engine):
+    """The real engine object, attached to a stub that runs already instead of a vLLM process of its own."""
+
+    def __init__(self, stub: StubEngine, model: BaseModel, log_path: Path) -> None:
+        super().__init__(ServerSettings(max_model_len=stub.max_model_len), model, Family(), "cpu", log_path)
+        self._http = httpx.AsyncClient(base_url=stub.url, timeout=None, trust_env=False)
+        self._become("ready")
+
+    def crash(self) -> None:
+        """What the supervision does when the process ends."""
+        self._become("starting")
+        self.on_restart()
+
+    def come_back(self) -> None:
+        """What it does when the next process answers."""
+        self._become("ready")
+
+
+@dataclass
+class Rooms:
+    """One server's rooms; the runner is not started."""
+
+    data_dir: Path
+    stub: StubEngine
+    engine: AttachedEngine
+    policies: PolicyStore
+    calls: CallStore
+    jobs: JobStore
+    adapters: Adapters
+    compute: ComputeLease
+    gateway: Gateway
+    trainer: Trainer
+    runner: Runner
+
+    def add_version(self, policy: str) -> int:
+        """Commit a next version of a policy, whose directory only the stub could load; the plain name moves to it."""
+        version = self.policies.head(policy).latest + 1
+        directory = f"checkpoints/{policy}/{version}-made"
+        (self.data_dir / directory).mkdir(parents=True)
+        (self.data_dir / directory / "adapter_config.json").write_text("{}")
+        job = self.jobs.add(Submission.model_validate(_EMPTY | {"idempotency_key": f"{policy}@{version}"}))
+        result = TrainResult(updates=[], skipped={}, seconds={})
+        self.jobs.commit(job.id, result, [NewVersion(policy, version, version - 1, directory, [f"{job.id}"])])
+        self.jobs.finish(job.id, result)
+        self.policies.mark_serving(policy, version)
+        return version
+
+    @asynccontextmanager
+    async def served(self) -> AsyncIterator[str]:
+        """The application over HTTP; yields its address."""
+        settings = ServerSettings(model=str(self.engine.model.directory), data_dir=self.data_dir, device="cpu")
+        app = create_app(settings)
+        app.state.server = Server(settings, self.engine, self.gateway, self.policies, self.calls, self.runner)
+        async with serving(app) as url:
+            yield url
+
+
+_EMPTY = {"groups": [{"group_id": "made", "runs": []}]}
+
+
+@asynccontextmanager
+async def open_rooms(
+    data_dir: Path, stub: StubEngine, model_dir: Path | None = None, trainer: Trainer | None = None
+) -> AsyncIterator[Rooms]:
+    """Rooms in ``data_dir``, with the policies ``desk`` and ``clerk``.
+
+    Args:
+        data_dir: Where database and checkpoints are, perhaps those of rooms that were closed.
+        stub: A running stub.
+        model_dir: Base model for the trainer; by default a directory that nothing can be trained with.
+        trainer: In place of one of its own.
+    """
+    if model_dir is None:
+        model_dir = data_dir / "no-model"
+        model_dir.mkdir(parents=True, exist_ok=True)
+        (model_dir / "config.json").write_text(json.dumps({"model_type": "llama", "max_position_embeddings": 64}))
+    model = BaseModel(stub.name, model_dir, json.loads((model_dir / "config.json").read_text()))
+    database = Database(data_dir / "server.db")
+    policies = PolicyStore(database, base_model=model.name, max_rank=16)
+    for name in ("desk", "clerk"):
+        policies.create(CreatePolicy(name=name, lora=LORA))
+    calls, jobs = CallStore(database), JobStore(database)
+    engine = AttachedEngine(stub, model, data_dir / "engine.log")
+    adapters = Adapters(engine, policies, data_dir)
+    compute = ComputeLease(exclusive=True)
+    gateway = Gateway(engine, adapters, calls, compute, default_max_tokens=1024)
+    trainer = trainer or Trainer(ServerSettings(token_budget=64), model, "cpu", data_dir / "trainer.log")
+    runner = Runner(
+        data_dir=data_dir,
+        jobs=jobs,
+        policies=policies,
+        calls=calls,
+        gateway=gateway,
+        adapters=adapters,
+        compute=compute,
+        trainer=trainer,
+    )
+    try:
+        yield Rooms(data_dir, stub, engine, policies, calls, jobs, adapters, compute, gateway, trainer, runner)
+    finally:
+        await engine.stop()
+        database.close()
+
+
+async def eventually(condition: Callable[[], object], seconds: float = 10) -> None:
+    """Wait, with a bound, until ``condition()`` is true."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)

@@ -1,0 +1,344 @@
+"""A small real HTTP server that speaks vLLM's wire format as the server uses it, to test what stands around the engine.
+
+Invariant: like vLLM it gives ids, logprobs and usage only to those who ask, answers 404 for a model that is not loaded
+and refuses a name that is loaded already; so a test passes only if the server asks right. A test says with ``Answer``
+how the next call goes. It runs in the test's own event loop, or as a program in vLLM's place (``--port``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+BEFORE = -1
+"""The point before anything is sent, for ``Answer.wait_at`` and ``Answer.die_at``; 0 is after the headers."""
+PIECE = "w "
+"""The text of every sampled token."""
+
+
+@dataclass
+class Answer:
+    """How one chat completion goes. Points count the stream's events; the first one holds the role, no token."""
+
+    ids: Sequence[int] = (11, 12, 13, 14)
+    piece: str = PIECE
+    status: int = 200
+    """Anything else is an error answer with ``message``."""
+    message: str = "told to fail"
+    wait_at: int | None = None
+    """Where it waits for ``go``."""
+    die_at: int | None = None
+    """Where it closes the socket, as a dying process does."""
+    garble_at: int | None = None
+    """Where it sends half an event."""
+    reached: asyncio.Event = field(default_factory=asyncio.Event)
+    """It is at ``wait_at``."""
+    go: asyncio.Event = field(default_factory=asyncio.Event)
+    aborted: asyncio.Event = field(default_factory=asyncio.Event)
+    """The caller hung up before the end."""
+
+
+@dataclass
+class Logged:
+    """One request as it arrived, and the status it was given."""
+
+    path: str
+    body: dict[str, Any]
+    status: int = 0
+
+
+def logprob(token: int) -> float:
+    """What the stub reports for a token: exact in float32, another for each."""
+    return -token / 16
+
+
+def prompt_ids(messages: list[dict[str, Any]]) -> list[int]:
+    """The stub's tokenizer: one id of 3 to 22 for each word."""
+    words = " ".join(str(message.get("content")) for message in messages).split()
+    return [1, *(sum(word.encode()) % 20 + 3 for word in words)]
+
+
+class StubEngine:
+    """The server's state and its ASGI application.
+
+    Args:
+        name: Served name of the base model.
+        max_model_len: Context length in tokens.
+        refuse_first: So many requests are answered 503, as by a server that listens but is not ready.
+    """
+
+    def __init__(self, name: str = "tiny", max_model_len: int = 64, refuse_first: int = 0) -> None:
+        self.name = name
+        self.max_model_len = max_model_len
+        self.url = ""
+        self.requests: list[Logged] = []
+        self.adapters: dict[str, str] = {}
+        """Loaded adapters: directory by name."""
+        self.refuse_loads: deque[tuple[int, str]] = deque()
+        """Status and message for the next loads; ``{path}`` stands for the directory."""
+        self.computing = 0
+        """Chat completions in work now."""
+        self._refuse_first = refuse_first
+        self._answers: deque[Answer] = deque()
+        self._waiting: list[Answer] = []
+
+    def next(self, answer: Answer) -> Answer:
+        """Say how the next unplanned chat completion goes; without a plan it is ``Answer()``."""
+        self._answers.append(answer)
+        return answer
+
+    def bodies(self, path: str) -> list[dict[str, Any]]:
+        """What was asked at a path, in order."""
+        return [request.body for request in self.requests if request.path == path]
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[StubEngine]:
+        """Serve in this event loop."""
+        async with serving(self) as self.url:
+            yield self
+            for answer in self._waiting:
+                answer.go.set()
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        """The ASGI application."""
+        content, more = b"", True
+        while more:
+            message = await receive()
+            content, more = content + message.get("body", b""), message.get("more_body", False)
+        logged = Logged(scope["path"], json.loads(content or b"{}"))
+        self.requests.append(logged)
+
+        async def noted(message: MutableMapping[str, Any]) -> None:
+            logged.status = message.get("status", logged.status)
+            await send(message)
+
+        if self._refuse_first > 0:
+            self._refuse_first -= 1
+            await _error(noted, 503, "not yet")
+            return
+        match logged.path:
+            case "/v1/chat/completions":
+                await self._chat(logged.body, receive, noted)
+            case "/v1/completions":
+                await _json(noted, {"object": "text_completion", "choices": [{"index": 0, "text": "w"}]})
+            case "/tokenize":
+                ids = prompt_ids(logged.body["messages"])
+                await _json(noted, {"count": len(ids), "max_model_len": self.max_model_len, "tokens": ids})
+            case "/v1/load_lora_adapter":
+                await self._load(logged.body["lora_name"], logged.body["lora_path"], noted)
+            case "/v1/unload_lora_adapter":
+                await self._unload(logged.body["lora_name"], noted)
+            case "/requests":
+                await _json(noted, [[request.path, request.status] for request in self.requests])
+            case _:
+                await _error(noted, 404, "Not Found")
+
+    async def _load(self, name: str, path: str, send: Send) -> None:
+        if self.refuse_loads:
+            status, message = self.refuse_loads.popleft()
+            await _error(send, status, message.format(path=path))
+        elif name in self.adapters:
+            await _error(send, 400, f"The lora adapter '{name}' has already been loaded.")
+        elif not (Path(path) / "adapter_config.json").exists():
+            await _error(send, 404, f"Loading lora {name} failed: No adapter found for {path}")
+        else:
+            self.adapters[name] = path
+            await _json(send, f"Success: LoRA adapter '{name}' added successfully.")
+
+    async def _unload(self, name: str, send: Send) -> None:
+        if self.adapters.pop(name, None) is None:
+            await _error(send, 404, f"The lora adapter '{name}' cannot be found.")
+        else:
+            await _json(send, f"Success: LoRA adapter '{name}' removed successfully.")
+
+    async def _chat(self, body: dict[str, Any], receive: Receive, send: Send) -> None:
+        if body["model"] not in {self.name, *self.adapters}:
+            await _error(send, 404, f"The model `{body['model']}` does not exist.")
+            return
+        prompt = prompt_ids(body["messages"])
+        if len(prompt) >= self.max_model_len:
+            limit = f"This model's maximum context length is {self.max_model_len} tokens."
+            await _error(send, 400, f"{limit} However, your request has {len(prompt)} input tokens.")
+            return
+        answer = self._answers.popleft() if self._answers else Answer()
+        self._waiting.append(answer)
+        self.computing += 1
+        work = asyncio.ensure_future(self._answer(body, prompt, answer, receive, send))
+        gone = asyncio.ensure_future(_disconnected(receive))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+            elif answer.die_at is None:
+                answer.aborted.set()
+        finally:
+            self.computing -= 1
+            work.cancel()
+            gone.cancel()
+
+    async def _answer(
+        self, body: dict[str, Any], prompt: list[int], answer: Answer, receive: Receive, send: Send
+    ) -> None:
+        async def at(point: int) -> None:
+            if answer.wait_at == point:
+                answer.reached.set()
+                await answer.go.wait()
+            if answer.die_at == point:
+                # uvicorn's receive is a method of the object that holds the connection.
+                receive.__self__.transport.abort()  # type: ignore[attr-defined]
+                await asyncio.Event().wait()
+
+        await at(BEFORE)
+        if answer.status != 200:
+            await _error(send, answer.status, answer.message)
+            return
+        kind = b"text/event-stream" if body.get("stream") else b"application/json"
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]})
+        if not body.get("stream"):
+            await at(0)
+            content = json.dumps(self._whole(body, prompt, answer)).encode()
+            await send({"type": "http.response.body", "body": content})
+            return
+        for point, event in enumerate([*self._events(body, prompt, answer), None]):
+            await at(point)
+            data = b"[DONE]" if event is None else json.dumps(event).encode()
+            data = data[:20] if answer.garble_at == point else data
+            await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    def _ids(self, body: dict[str, Any], prompt: list[int], answer: Answer) -> tuple[list[int], str]:
+        asked = body.get("max_completion_tokens") or body.get("max_tokens") or self.max_model_len
+        limit = min(asked, max(self.max_model_len - len(prompt), len(answer.ids)))
+        return list(answer.ids[:limit]), "stop" if len(answer.ids) <= limit else "length"
+
+    def _head(self, body: dict[str, Any], kind: str) -> dict[str, Any]:
+        return {"id": "chatcmpl-stub", "object": kind, "created": 1, "model": body["model"]}
+
+    def _whole(self, body: dict[str, Any], prompt: list[int], answer: Answer) -> dict[str, Any]:
+        ids, finish = self._ids(body, prompt, answer)
+        choices = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": answer.piece * len(ids)},
+                "logprobs": _logprobs(body, ids),
+                "finish_reason": finish,
+                "stop_reason": None,
+                "token_ids": ids if body.get("return_token_ids") else None,
+            }
+            for index in range(body.get("n") or 1)
+        ]
+        return {
+            **self._head(body, "chat.completion"),
+            "choices": choices,
+            "usage": _usage(prompt, len(ids) * len(choices)),
+            "prompt_token_ids": prompt if body.get("return_token_ids") else None,
+        }
+
+    def _events(self, body: dict[str, Any], prompt: list[int], answer: Answer) -> list[dict[str, Any]]:
+        ids, finish = self._ids(body, prompt, answer)
+        head = self._head(body, "chat.completion.chunk")
+        choices = range(body.get("n") or 1)
+        events: list[dict[str, Any]] = []
+        for index in choices:
+            role = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+            events.append({**head, "choices": [role]})
+            if body.get("return_token_ids"):
+                events[-1]["prompt_token_ids"] = prompt
+        for place, token in enumerate(ids):
+            for index in choices:
+                choice = {
+                    "index": index,
+                    "delta": {"content": answer.piece},
+                    "logprobs": _logprobs(body, [token]),
+                    "finish_reason": finish if place == len(ids) - 1 else None,
+                    "token_ids": [token] if body.get("return_token_ids") else None,
+                }
+                events.append({**head, "choices": [choice]})
+        if (body.get("stream_options") or {}).get("include_usage"):
+            events.append({**head, "choices": [], "usage": _usage(prompt, len(ids) * len(choices))})
+        return events
+
+
+@asynccontextmanager
+async def serving(app: Any) -> AsyncIterator[str]:
+    """Serve an ASGI application over real HTTP in this event loop; yields its address."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=256)
+    config = uvicorn.Config(app, lifespan="off", log_level="critical", proxy_headers=False)
+    server = uvicorn.Server(config)
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    async with asyncio.timeout(10):
+        while not server.started:
+            await asyncio.sleep(0.005)
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = server.force_exit = True
+        await task
+
+
+def _usage(prompt: list[int], sampled: int) -> dict[str, int]:
+    return {"prompt_tokens": len(prompt), "completion_tokens": sampled, "total_tokens": len(prompt) + sampled}
+
+
+def _logprobs(body: dict[str, Any], ids: list[int]) -> dict[str, Any] | None:
+    if not body.get("logprobs"):
+        return None
+    return {
+        "content": [{"token": PIECE, "logprob": logprob(token), "bytes": None, "top_logprobs": []} for token in ids]
+    }
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _json(send: Send, content: Any, status: int = 200) -> None:
+    headers = [(b"content-type", b"application/json")]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": json.dumps(content).encode()})
+
+
+async def _error(send: Send, status: int, message: str) -> None:
+    await _json(send, {"error": {"message": message, "type": "Error", "param": None, "code": status}}, status)
+
+
+def main() -> None:
+    """The stub as a program."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--refuse-first", type=int, default=0)
+    parser.add_argument("--environment", type=Path, help="file to write the environment to")
+    parser.add_argument("--die", type=int, metavar="CODE", help="print a failure and end with this exit code")
+    parser.add_argument("--silent", action="store_true", help="never listen")
+    options = parser.parse_args()
+    if options.environment:
+        options.environment.write_text(json.dumps(dict(os.environ)))
+    if options.die is not None:
+        print("(EngineCore pid=7) ValueError: the cause of it all", file=sys.stderr)
+        print("(APIServer pid=6) RuntimeError: Engine core initialization failed", file=sys.stderr)
+        sys.exit(options.die)
+    if options.silent:
+        time.sleep(600)
+    app = StubEngine(refuse_first=options.refuse_first)
+    uvicorn.run(app, host="127.0.0.1", port=options.port, lifespan="off", log_level="critical", proxy_headers=False)
+
+
+if __name__ == "__main__":
+    main()
