@@ -427,6 +427,7 @@ async def test_cancelling_ends_and_awaits_every_run(stub: StubServer) -> None:
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inside_a_loop", [False, True])
 def test_ctrl_c_ends_a_rollout_soon(stub: StubServer, inside_a_loop: bool) -> None:
     code = textwrap.dedent(

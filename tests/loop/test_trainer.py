@@ -318,6 +318,7 @@ async def test_finished_runs_survive_a_cancelled_rollout(stub: StubServer) -> No
         assert (await client.train(training.groups)).updates[0].version == 1
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_the_history_so_far(stub: StubServer, tmp_path: Path) -> None:
     code = textwrap.dedent(
         f"""

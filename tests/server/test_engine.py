@@ -25,6 +25,9 @@ from langgraph_art_server.serving.families import Family
 
 from .rooms import eventually
 
+# Real processes are started and ended again and again.
+pytestmark = pytest.mark.slow
+
 PROGRAM = Path(__file__).parent / "stub_engine.py"
 
 

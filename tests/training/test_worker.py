@@ -22,6 +22,9 @@ from .tasks import call, group, policy_task, train_task
 
 NOISY_IMPORT = """
 import os, sys
+
+# Real processes are started and ended again and again.
+pytestmark = pytest.mark.slow
 class Noisy:
     def find_spec(self, name, path=None, target=None):
         if name == "torch":
