@@ -103,6 +103,7 @@ def create_app(settings: ServerSettings) -> FastAPI:
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _unexpected_error)
     return app
 
 
@@ -139,3 +140,8 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
     answer = ApiError(f"{request.method} {request.url.path}: {error.detail}", code="not_found")
     answer.status, answer.type = error.status_code, "invalid_request_error"
     return _answer(answer)
+
+
+async def _unexpected_error(_request: Request, _error: Exception) -> JSONResponse:
+    # Starlette raises it again after the answer, so the log has the details.
+    return _answer(ApiError("the server failed on this request; its log has the details", code="internal_error"))

@@ -59,6 +59,21 @@ async def test_an_unknown_route_answers_in_openais_form(model: Path, tmp_path: P
     assert set(answer.json()["error"]) == {"message", "type", "code", "param"}
 
 
+async def test_an_unexpected_error_answers_in_openais_form_and_tells_nothing(model: Path, tmp_path: Path) -> None:
+    app = create_app(ServerSettings(model=str(model), data_dir=tmp_path, device="cpu"))
+
+    @app.get("/broken")
+    def broken() -> None:
+        raise RuntimeError("a secret detail")
+
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+        answer = await http.get("/broken")
+    assert answer.status_code == 500
+    assert answer.json()["error"]["code"] == "internal_error"
+    assert "secret" not in answer.text
+
+
 def test_a_model_is_found_by_its_directory(model: Path) -> None:
     found = find_model(str(model))
     assert (found.name, found.directory, found.context_length) == ("model", model, 64)

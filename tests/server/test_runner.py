@@ -43,7 +43,8 @@ from .records import recorded
 from .rooms import Rooms, eventually, open_rooms
 from .stub_engine import Answer, StubEngine
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+# Real workers are started and killed again and again.
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
 FILES = ["adapter_config.json", "adapter_model.safetensors", "optimizer.safetensors", "trainer_state.json"]
 

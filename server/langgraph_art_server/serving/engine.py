@@ -101,7 +101,7 @@ class Engine:
     def http(self) -> httpx.AsyncClient:
         """Client whose base URL is the engine. Only valid while :attr:`state` is ``ready``."""
         if self._http is None:
-            raise Unavailable("the engine is not running", code="engine_failed")
+            raise Unavailable("the engine is being restarted", code="engine_restarting", retry_after=5)
         return self._http
 
     def alive(self) -> bool:
@@ -208,7 +208,11 @@ class Engine:
         try:
             answer = await self.http.post(f"/v1/{action}_lora_adapter", json=body, timeout=120.0)
         except httpx.TransportError as error:
-            raise Unavailable(f"the engine went away while it was to {action} {body['lora_name']}") from error
+            raise Unavailable(
+                f"the engine went away while it was to {action} {body['lora_name']}",
+                code="engine_restarting",
+                retry_after=5,
+            ) from error
         # A request that timed out may have done its work, and names are never used twice.
         done_before = {"load": (400, "has already been loaded"), "unload": (404, "")}[action]
         if answer.status_code == done_before[0] and done_before[1] in answer.text:

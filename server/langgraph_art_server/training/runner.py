@@ -72,7 +72,7 @@ class Runner:
         self._tasks = [asyncio.create_task(self._work()), asyncio.create_task(self._warm_up())]
 
     async def stop(self) -> None:
-        """Stop working. The job in hand stays queued."""
+        """Stop working. The job in hand is begun again by the next start."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
