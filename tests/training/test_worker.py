@@ -20,11 +20,11 @@ from langgraph_art_server.training.task import TaskGroup, TrainTask
 
 from .tasks import call, group, policy_task, train_task
 
-NOISY_IMPORT = """
-import os, sys
-
 # Real processes are started and ended again and again.
 pytestmark = pytest.mark.slow
+
+NOISY_IMPORT = """
+import os, sys
 class Noisy:
     def find_spec(self, name, path=None, target=None):
         if name == "torch":
