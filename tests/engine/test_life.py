@@ -42,27 +42,19 @@ def ready(url: str) -> bool:
         return False
 
 
-def serve(model: Path, data_dir: Path, port: int = 0) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [
-            *SERVE,
-            f"--model={model}",
-            f"--data-dir={data_dir}",
-            f"--port={port}",
-            "--max-model-len=256",
-            "--policy=desk",
-        ],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def serve(model: Path, data_dir: Path, log: Path) -> subprocess.Popen[bytes]:
+    options = [f"--model={model}", f"--data-dir={data_dir}", "--port=0", "--max-model-len=256", "--policy=desk"]
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            [*SERVE, *options, "--", "--max-num-batched-tokens", "512"],
+            stderr=output,
+            env={**os.environ, "LANGGRAPH_ART_SERVER_API_KEY": KEY},
+        )
 
 
-def url_of(process: subprocess.Popen[str]) -> str:
-    assert process.stderr is not None
-    for line in process.stderr:
-        if "listening on " in line:
-            return line.split("listening on ")[1].strip()
-    raise AssertionError("the server ended before it listened")
+def url_of(log: Path) -> str:
+    until(lambda: "listening on " in log.read_text(), 60, "the server's first line")
+    return log.read_text().split("listening on ")[1].split()[0]
 
 
 def test_kill_9_loses_nothing_and_leaves_nothing(

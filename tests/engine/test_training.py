@@ -23,7 +23,7 @@ TEXT = "Say something."
 
 
 def first_token(server: EmbeddedServer, model: str) -> dict[str, float]:
-    """Probability of the twenty likeliest first tokens."""
+    """Probability of the twenty likeliest first tokens, likeliest first."""
     answer = httpx.post(
         f"{server.url}/v1/chat/completions",
         json={
@@ -36,7 +36,9 @@ def first_token(server: EmbeddedServer, model: str) -> dict[str, float]:
         timeout=60,
     ).json()
     (position,) = answer["choices"][0]["logprobs"]["content"]
-    return {token["token"]: math.exp(token["logprob"]) for token in position["top_logprobs"]}
+    # vLLM lists the token that it sampled first, likely or not.
+    ranked = sorted(position["top_logprobs"], key=lambda token: token["logprob"], reverse=True)
+    return {token["token"]: math.exp(token["logprob"]) for token in ranked[:20]}
 
 
 def test_the_rewarded_behaviour_becomes_likelier_and_the_punished_one_rarer(
@@ -71,9 +73,7 @@ def test_the_rewarded_behaviour_becomes_likelier_and_the_punished_one_rarer(
     assert all(log.metrics[policy].get("mismatch_max", 0.0) < 1e-2 for log in history.steps)
     # Every version that was trained can still be asked for, and the first is the untrained model.
     again = first_token(server, f"{policy}@0")
-    common = before.keys() & again.keys()  # the sampled token is listed too, likely or not
-    assert len(common) >= 20
-    assert [again[token] for token in common] == pytest.approx([before[token] for token in common], abs=1e-4)
+    assert again == pytest.approx(before, abs=1e-4)
 
 
 def trained_groups(server: EmbeddedServer, policy: str, n: int = 4) -> list:
