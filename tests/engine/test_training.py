@@ -36,9 +36,9 @@ def first_token(server: EmbeddedServer, model: str) -> dict[str, float]:
         timeout=60,
     ).json()
     (position,) = answer["choices"][0]["logprobs"]["content"]
-    # vLLM lists the token that it sampled first, likely or not.
-    ranked = sorted(position["top_logprobs"], key=lambda token: token["logprob"], reverse=True)
-    return {token["token"]: math.exp(token["logprob"]) for token in ranked[:20]}
+    # vLLM lists the token that it sampled, too, likely or not: once more, or as a twenty-first.
+    likely = {token["token"]: math.exp(token["logprob"]) for token in position["top_logprobs"]}
+    return dict(sorted(likely.items(), key=lambda item: item[1], reverse=True)[:20])
 
 
 def test_the_rewarded_behaviour_becomes_likelier_and_the_punished_one_rarer(
