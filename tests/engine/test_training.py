@@ -23,7 +23,7 @@ TEXT = "Say something."
 
 
 def first_token(server: EmbeddedServer, model: str) -> dict[str, float]:
-    """Probability of the twenty likeliest first tokens, likeliest first."""
+    """Probability of the ten likeliest first tokens, likeliest first."""
     answer = httpx.post(
         f"{server.url}/v1/chat/completions",
         json={
@@ -36,9 +36,9 @@ def first_token(server: EmbeddedServer, model: str) -> dict[str, float]:
         timeout=60,
     ).json()
     (position,) = answer["choices"][0]["logprobs"]["content"]
-    # vLLM lists the token that it sampled, too, likely or not: once more, or as a twenty-first.
+    # Of the twenty that vLLM lists, one is the token that it sampled, likely or not.
     likely = {token["token"]: math.exp(token["logprob"]) for token in position["top_logprobs"]}
-    return dict(sorted(likely.items(), key=lambda item: item[1], reverse=True)[:20])
+    return dict(sorted(likely.items(), key=lambda item: item[1], reverse=True)[:10])
 
 
 def test_the_rewarded_behaviour_becomes_likelier_and_the_punished_one_rarer(
@@ -64,7 +64,7 @@ def test_the_rewarded_behaviour_becomes_likelier_and_the_punished_one_rarer(
     )
     history = trainer.fit(6)
     after = first_token(server, policy)
-    assert after[rewarded] > before[rewarded] + 0.1
+    assert after.get(rewarded, 0.0) > before[rewarded] + 0.1
     assert after.get(punished, 0.0) < before[punished]
     versions = [log.versions[policy] for log in history.steps]
     assert versions == sorted(versions)
