@@ -61,6 +61,7 @@ class OpenAIStub:
 
     def stop(self) -> None:
         self._server.should_exit = True
+        self._server.force_exit = True  # not waiting for clients that keep their connections
         self._thread.join(timeout=10)
 
 

@@ -17,6 +17,9 @@ import pytest
 from langgraph_art import guarded
 from langgraph_art.guarded import GuardedProcess
 
+# Real processes are started and killed again and again.
+pytestmark = pytest.mark.slow
+
 # A family: a child that ignores SIGTERM and listens, a grandchild that ignores it too, and one that left the group.
 FAMILY = textwrap.dedent(
     """
