@@ -7,6 +7,7 @@ pooled connections make every second ``asyncio.run()`` fail with "Event loop is 
 from __future__ import annotations
 
 import asyncio
+import ssl
 import threading
 from collections.abc import AsyncGenerator, Sequence
 from functools import lru_cache
@@ -59,9 +60,14 @@ class PerLoopClient(openai.DefaultAsyncHttpxClient):
 
     def _open(self) -> httpx2.AsyncClient:
         if self._socket_options is None:
-            return openai.DefaultAsyncHttpxClient(proxy=self._proxy, trust_env=self._trust_env_proxies)
+            return openai.DefaultAsyncHttpxClient(
+                proxy=self._proxy, trust_env=self._trust_env_proxies, verify=_ssl_context()
+            )
         transport = sdk_httpx.AsyncHTTPTransport(
-            proxy=self._proxy, socket_options=self._socket_options, limits=openai.DEFAULT_CONNECTION_LIMITS
+            proxy=self._proxy,
+            socket_options=self._socket_options,
+            limits=openai.DEFAULT_CONNECTION_LIMITS,
+            verify=_ssl_context(),
         )
         return openai.DefaultAsyncHttpxClient(transport=transport)
 
@@ -72,6 +78,13 @@ async def _close_with_loop(client: httpx2.AsyncClient) -> AsyncGenerator[None, N
         yield
     finally:
         await client.aclose()
+
+
+@lru_cache
+def _ssl_context() -> ssl.SSLContext:
+    """One for all loops: reading the certificates costs more than a call, and ``asyncio.run`` per call is common."""
+    context: ssl.SSLContext = sdk_httpx.create_ssl_context()
+    return context
 
 
 @lru_cache

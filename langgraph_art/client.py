@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
@@ -25,11 +25,14 @@ from langgraph_art.errors import ArtError, ServerRefused, ServerUnreachable, Tra
 from langgraph_art.protocol import (
     PROTOCOL_VERSION,
     CreatePolicy,
+    DeletedRun,
     Job,
     LoraConfig,
     Policy,
     RecordedCall,
     ServerInfo,
+    SftConfig,
+    SftSubmission,
     Submission,
     TrainConfig,
     TrainResult,
@@ -37,6 +40,7 @@ from langgraph_art.protocol import (
 from langgraph_art.runs import RunGroup
 from langgraph_art.settings import ClientSettings, is_loopback
 from langgraph_art.submissions import make_submission
+from langgraph_art.warm_up import Example, make_sft
 
 T = TypeVar("T")
 OnProgress = Callable[[Job], object]
@@ -137,6 +141,7 @@ class _Core:
         self._link = link({**options, "trust_env": not is_loopback(self.url)})
         self._patience = patience
         self._reached = False
+        self._warned: set[str] = set()
 
     async def close(self) -> None:
         await self._link.close()
@@ -171,13 +176,17 @@ class _Core:
     async def calls(self, run_id: str) -> list[RecordedCall]:
         return await self._ask("GET", f"/api/runs/{_segment(run_id)}/calls", list[RecordedCall])
 
+    async def delete_run(self, run_id: str) -> DeletedRun:
+        return await self._ask("DELETE", f"/api/runs/{_segment(run_id)}", DeletedRun)
+
     async def job(self, job_id: str) -> Job:
         return await self._ask("GET", f"/api/jobs/{_segment(job_id)}", Job)
 
-    async def submit(self, submission: Submission, left_out: dict[str, int]) -> Job:
+    async def submit(self, submission: Submission | SftSubmission, left_out: dict[str, int]) -> Job:
         for reason, count in left_out.items():
-            _log.warning("%d runs are not submitted (%s)", count, reason)
-        return await self._ask("POST", "/api/submissions", Job, submission.model_dump_json())
+            _log.warning("%d %ss are not submitted (%s)", count, reason.partition(":")[0], reason)
+        path = "/api/sft" if isinstance(submission, SftSubmission) else "/api/submissions"
+        return await self._ask("POST", path, Job, submission.model_dump_json())
 
     async def wait(self, job_id: str, on_progress: OnProgress | None) -> Job:
         # The stream is for promptness only. When it drops or ends early, the job itself is asked for, which also
@@ -223,15 +232,19 @@ class _Core:
             )
 
     async def train(
-        self, submission: Submission, left_out: dict[str, int], on_progress: OnProgress | None
+        self, submission: Submission | SftSubmission, left_out: dict[str, int], on_progress: OnProgress | None
     ) -> TrainResult:
         job = await self.wait((await self.submit(submission, left_out)).id, on_progress)
         if job.state == "failed" or job.result is None:
             reason = job.error or "the server gave no reason; see its log"
+            again = "sft again with the same examples" if job.kind == "sft" else "train again with the same groups"
             raise TrainingFailed(
-                f"Job {job.id} failed and trained nothing: {reason}\nCall client.train again with the same groups once "
-                "the cause is mended."
+                f"Job {job.id} failed and trained nothing: {reason}\nCall client.{again} once the cause is mended."
             )
+        for warning in job.result.warnings:
+            if warning not in self._warned:  # once, not at every step of a training
+                self._warned.add(warning)
+                _log.warning("job %s: %s", job.id, warning)
         return job.result.model_copy(update={"skipped": {**job.result.skipped, **left_out}})
 
     async def _ask(self, method: str, path: str, answer: type[T], body: str | None = None) -> T:
@@ -393,9 +406,48 @@ class Client:
         submission = make_submission(groups, config=config, idempotency_key=idempotency_key)
         return _run(self._core.train(*submission, on_progress))
 
+    def sft(
+        self,
+        policy: str,
+        examples: Iterable[Example],
+        *,
+        config: SftConfig | None = None,
+        nodes: Sequence[str] | None = None,
+        idempotency_key: str | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> TrainResult:
+        """Fine-tune a policy on good answers, before RL or between, and wait until the new version serves.
+
+        Arguments and errors are those of `make_sft`; ``on_progress`` as in :meth:`wait`. Runs are best chosen by their
+        reward: ``client.sft("desk", [run for run in runs if run.reward > 0.9])``.
+
+        Returns:
+            What happened: ``updates[0].losses`` has the loss before each step, ``skipped`` counts what was left out on
+            either side, by reason.
+
+        Raises:
+            TrainingFailed: with the server's reason; also as in :meth:`wait`.
+        """
+        submission = make_sft(policy, examples, config=config, nodes=nodes, idempotency_key=idempotency_key)
+        return _run(self._core.train(*submission, on_progress))
+
     def calls(self, run_id: str) -> list[RecordedCall]:
         """The calls that the gateway recorded for a run, exact to the token."""
         return _run(self._core.calls(run_id))
+
+    def delete_run(self, run_id: str) -> DeletedRun:
+        """Delete a run from the server: its recorded calls and pins, and its part of the jobs that have ended.
+
+        What a policy learned from it stays in the weights; the answer names those versions. Files of runs are yours:
+        `remove_run` takes a run out of one.
+
+        Returns:
+            What was deleted; all counts are 0 if the server knows nothing of the run.
+
+        Raises:
+            ServerRefused: (409) a call of the run is open, or a job that has not ended is to train it. Wait for it.
+        """
+        return _run(self._core.delete_run(run_id))
 
 
 class Policies:
@@ -475,9 +527,27 @@ class AsyncClient:
         submission = make_submission(groups, config=config, idempotency_key=idempotency_key)
         return await self._core.train(*submission, on_progress)
 
+    async def sft(
+        self,
+        policy: str,
+        examples: Iterable[Example],
+        *,
+        config: SftConfig | None = None,
+        nodes: Sequence[str] | None = None,
+        idempotency_key: str | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> TrainResult:
+        """As :meth:`Client.sft`."""
+        submission = make_sft(policy, examples, config=config, nodes=nodes, idempotency_key=idempotency_key)
+        return await self._core.train(*submission, on_progress)
+
     async def calls(self, run_id: str) -> list[RecordedCall]:
         """As :meth:`Client.calls`."""
         return await self._core.calls(run_id)
+
+    async def delete_run(self, run_id: str) -> DeletedRun:
+        """As :meth:`Client.delete_run`."""
+        return await self._core.delete_run(run_id)
 
 
 class AsyncPolicies:

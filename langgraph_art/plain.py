@@ -2,7 +2,8 @@
 
 Invariant: ``from_plain(to_plain(x)) == x`` for JSON values, tuples, sets, bytes, non-finite floats, dicts with any
 keys, and LangChain messages. Other objects become ``{"$type": "module.Class", "value": ...}``, plain data that stays
-so when loaded: reading a file never imports or builds a class that the file names.
+so when loaded: reading a file never imports or builds a class that the file names. So does what cannot be built again,
+such as a message that was redacted beyond recognition or is of another LangChain.
 
 JSON values and dicts with string keys stand for themselves; everything else is an object with ``$type``. A dict of the
 user's that has a key ``$type`` is written as pairs, so that it cannot be mistaken for one.
@@ -36,7 +37,10 @@ def from_plain(value: Any) -> Any:
         return value
     restore = _RESTORE.get(value[_TYPE]) if isinstance(value.get(_TYPE), str) else None
     if restore is not None:
-        return restore(value["value"])
+        try:
+            return restore(value["value"])
+        except (ValueError, TypeError, LookupError):
+            return _typed(value[_TYPE], from_plain(value["value"]))
     return {key: from_plain(item) for key, item in value.items()}
 
 

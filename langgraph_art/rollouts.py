@@ -30,11 +30,10 @@ from langgraph_art.errors import (
 from langgraph_art.loops import blocking, give_threads
 from langgraph_art.progress import rollout_bar
 from langgraph_art.recording import record
+from langgraph_art.rewards import BadReward, Reward, RewardValue, set_reward
 from langgraph_art.runs import GraphRun, RunGroup
+from langgraph_art.unattributed import unattributed_calls
 
-RewardValue: TypeAlias = float | Mapping[str, float]
-Reward: TypeAlias = Callable[[GraphRun], RewardValue | Awaitable[RewardValue]]
-"""Gets a finished run, returns its reward or named parts of it, whose sum is the reward. May be async."""
 OnRun: TypeAlias = Callable[[GraphRun, int, int], object]
 """Called after each run with the run (scored), the number of runs done, and of all runs."""
 
@@ -78,8 +77,9 @@ async def arollout(
             default executor for that.
         inputs: task inputs; each run gets its own deep copy.
         n: runs for each input.
-        reward: scores each run as soon as it has ended; sync (run in a thread) or async. Without one, runs keep no
-            reward: see :func:`ascore`.
+        reward: scores each run as soon as it has ended; sync (run in a thread) or async. It returns a number, named
+            parts whose sum is the reward, or a `Score` that also rewards nodes. Without one, runs keep no reward: see
+            :func:`ascore`.
         concurrency: runs in flight at once, their scoring included.
         sampling: parameters that replace the graph's own for calls through ChatART; ``None`` leaves those alone.
         timeout: seconds that one run may take; more is an infrastructure error. A synchronous node cannot be
@@ -94,8 +94,8 @@ async def arollout(
 
     Raises:
         EmptyDataset: there are no inputs.
-        RewardError: the callback raised, or returned no finite number. All runs were finished first; they are in
-            ``groups`` of the error.
+        RewardError: the callback raised, returned no finite number, or rewarded a node that the run did not call. All
+            runs were finished first; they are in ``groups`` of the error.
         RolloutFailed: every run failed for reasons outside the policy; ``groups`` has them.
         NoCallsRecorded: no run made a call through ChatART; ``groups`` has all runs.
         ServerRefused: the server does not know the model that a node asked for, or refuses the API key. The other runs
@@ -246,23 +246,18 @@ def _new_id() -> str:
 
 async def _score(run: GraphRun, reward: Reward, on_error: float | None, problems: list[str]) -> None:
     """Set the run's reward, or add to the problems what went wrong."""
-    run.reward, run.reward_parts = None, {}
+    run.reward, run.reward_parts, run.node_rewards = None, {}, {}
     if run.error is not None and run.error.infrastructure:
         return
     if run.error is not None and on_error is not None:
         run.reward = on_error
         return
     try:
-        value = await _call(reward, run)
-        parts = {str(name): float(part) for name, part in value.items()} if isinstance(value, Mapping) else {}
-        total = math.fsum(parts.values()) if isinstance(value, Mapping) else float(value)
+        set_reward(run, await _call(reward, run))
+    except BadReward as error:
+        problems.append(f"{_where(run)}: {error}{_own_error(run)}")
     except Exception as error:
         problems.append(f"{_where(run)}: {type(error).__name__}: {error}{_own_error(run)}")
-        return
-    if not math.isfinite(total):
-        problems.append(f"{_where(run)}: it returned {value!r}, which is not a finite number{_own_error(run)}")
-        return
-    run.reward, run.reward_parts = total, parts
 
 
 async def _call(reward: Reward, run: GraphRun) -> RewardValue:
@@ -285,8 +280,8 @@ def _raise_problems(problems: Sequence[str], groups: Sequence[RunGroup]) -> None
         count = sum(len(group.runs) for group in groups)
         raise RewardError(
             f"The reward callback failed on {len(problems)} of {count} runs. {problems[0]}. "
-            "It must return a finite number, or a mapping of names to finite numbers, also for runs with run.error "
-            "(or set on_error=). The runs are kept in this error's groups: mend the callback and call "
+            "It must return a finite number, a mapping of names to finite numbers, or a Score, also for runs with "
+            "run.error (or set on_error=). The runs are kept in this error's groups: mend the callback and call "
             "score(error.groups, reward).",
             groups=groups,
         )
@@ -329,6 +324,15 @@ def _check_runs(groups: Sequence[RunGroup]) -> None:
         why = f" ({len(failed)} of them failed; the first: {first})" if failed else ""
         raise NoCallsRecorded(
             f"None of {len(runs)} runs made a call through ChatART{why}, so there is nothing to train. "
-            'Replace the chat model of the node to train with ChatART(model="<policy>").',
+            f'Replace the chat model of the node to train with ChatART(model="<policy>").{_lost_calls()}',
             groups=groups,
         )
+
+
+def _lost_calls() -> str:
+    """What is known of calls that no run could claim: a thread pool in a node is the usual reason."""
+    lost = unattributed_calls()
+    if not lost:
+        return ""
+    where = f", the first at {lost[0].caller}" if lost[0].caller else ""
+    return f" {len(lost)} calls of this process belong to no run{where}: see unattributed_calls()."

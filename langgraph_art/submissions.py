@@ -35,7 +35,7 @@ def make_submission(
         The submission, and the count of runs left out, by reason.
 
     Raises:
-        RewardError: a run has no reward, or one that is not finite.
+        RewardError: a run has no reward, or one that is not finite, its own or a node's.
         NothingToTrain: no run is left.
         ArtError: a run or call is in the groups more than once, or the idempotency key is empty or too long.
     """
@@ -76,7 +76,13 @@ def _submit_run(run: GraphRun, groups: Sequence[RunGroup]) -> RunSubmission:
             f"Run {run.run_id} has {what}. Set run.reward to a finite number, or leave the run out of its group.",
             groups=list(groups),
         )
+    for node, node_reward in run.node_rewards.items():
+        if not math.isfinite(node_reward):
+            raise RewardError(
+                f"Run {run.run_id} has the reward {node_reward} at node {node!r}. Set node_rewards to finite numbers.",
+                groups=list(groups),
+            )
     claims = [
         CallClaim(call_id=call.call_id, node=call.node, delivered=call.delivered) for call in run.calls if call.art
     ]
-    return RunSubmission(run_id=run.run_id, reward=run.reward, calls=claims)
+    return RunSubmission(run_id=run.run_id, reward=run.reward, node_rewards=run.node_rewards, calls=claims)

@@ -25,7 +25,8 @@ from langgraph_art.loops import blocking
 from langgraph_art.progress import TrainView
 from langgraph_art.protocol import LoraConfig, TrainConfig, TrainResult
 from langgraph_art.report import summarize, write_summary
-from langgraph_art.rollouts import TRAINING_SAMPLING, OnRun, Reward, arollout
+from langgraph_art.rewards import Reward
+from langgraph_art.rollouts import TRAINING_SAMPLING, OnRun, arollout
 from langgraph_art.runs import GraphRun, RunGroup, save_runs
 
 
@@ -36,8 +37,9 @@ class Trainer:
         graph: as in `arollout`: a compiled graph, or a function that makes one for each run.
         inputs: task inputs to train on. Each step takes the next ``inputs_per_step`` of them, in shuffled epochs.
         reward: scores a finished run, as in `arollout`.
-        policies: policies to train, created on the server if they do not exist. An update changes every policy whose
-            calls are in its runs.
+        policies: policies to train, created on the server if they do not exist; or a mapping from their names to the
+            shapes of their adapters (a shape brings its own seed, and must be that of a policy that exists). An update
+            changes every policy whose calls are in its runs; a ``learning_rate`` by policy, or ``nodes``, choose some.
         url: root of the server; default: ``LANGGRAPH_ART_URL``. The graph's ChatART models must point there too.
         server: an embedded server instead, started if it does not run, and then stopped by :meth:`close`.
         runs_per_input: runs in each group.
@@ -68,7 +70,7 @@ class Trainer:
         inputs: Iterable[Any],
         reward: Reward,
         *,
-        policies: Sequence[str],
+        policies: Sequence[str] | Mapping[str, LoraConfig],
         url: str | None = None,
         server: EmbeddedServer | None = None,
         runs_per_input: int = 8,
@@ -87,6 +89,7 @@ class Trainer:
         self.inputs = list(inputs)
         self.reward = reward
         self.policies = [policies] if isinstance(policies, str) else list(policies)
+        self._shapes = policies if isinstance(policies, Mapping) else {}
         self.server = server
         self.runs_per_input = runs_per_input
         self.inputs_per_step = inputs_per_step
@@ -107,6 +110,13 @@ class Trainer:
             raise EmptyDataset("There are no inputs to train on. Give a list with at least one input of the graph.")
         if not self.policies:
             raise ValueError('policies is empty: name the policy to train, as in ChatART(model="<policy>")')
+        if isinstance(self.config.learning_rate, dict) and {*self.config.learning_rate} != {*self.policies}:
+            raise ValueError(
+                f"learning_rate is for {sorted(self.config.learning_rate)}, but the policies to train are "
+                f"{sorted(self.policies)}: a policy without one would not train"
+            )
+        if unknown := sorted(self.config.kl_reference.keys() - {*self.policies}):
+            raise ValueError(f"kl_reference names {unknown}, but the policies to train are {sorted(self.policies)}")
         if url is not None and server is not None:
             raise ValueError("give either url= or server=, not both: an embedded server has its own address")
         for name, value in (("runs_per_input", runs_per_input), ("inputs_per_step", inputs_per_step)):
@@ -214,8 +224,8 @@ class Trainer:
                     f"The engine of the server at {client.url} is {info.engine}. Restart the server.{reason}"
                 )
             for policy in self.policies:
-                if policy not in info.policies:
-                    await client.policies.create(policy, LoraConfig(seed=self.seed))
+                if policy in self._shapes or policy not in info.policies:
+                    await client.policies.create(policy, self._shapes.get(policy) or LoraConfig(seed=self.seed))
             yield client
 
     async def _rollout(
@@ -272,7 +282,8 @@ class Trainer:
         if result.updates:
             return
         counts = ", ".join(f"{count} {reason}" for reason, count in sorted(result.skipped.items()))
-        advice = [text.format(url=url) for reason, text in _ADVICE.items() if reason in result.skipped]
+        advice = [f"{warning}." for warning in result.warnings]
+        advice += [text.format(url=url) for reason, text in _ADVICE.items() if reason in result.skipped]
         raise TrainingFailed(
             f"The server found nothing to train on in this step. Skipped: {counts or 'nothing'}. "
             f"{' '.join([*advice, 'docs/design.md explains the reasons.'])} The runs are in trainer.groups."
@@ -292,9 +303,12 @@ _ADVICE = {
     "call:altered_distribution": "call:altered_distribution: leave sampling=TRAINING_SAMPLING, and take settings such "
     "as allowed_token_ids out of the graph's ChatART.",
     "call:greedy": "call:greedy: train at temperature 1.",
-    "call:constrained": "call:constrained: train without a forced tool choice, a grammar or strict output.",
+    "call:constrained": "call:constrained: train without a forced tool choice, a grammar or strict output, or with "
+    'TrainConfig(constrained="train").',
+    "call:truncated": "call:truncated: raise max_tokens, or leave truncated='train'.",
     "call:base_model": "call:base_model: call a policy by its name, not the base model.",
-    "call:stale_version": "call:stale_version: call the policy by its plain name, not policy@version.",
+    "call:stale_version": "call:stale_version: call the policy by its plain name, not policy@version, or allow older "
+    "versions with TrainConfig(max_staleness=...).",
 }
 
 

@@ -6,6 +6,7 @@ Invariant: a test that needs the real engine counts as slow, so `-m "not slow"` 
 from __future__ import annotations
 
 import shutil
+import socket
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,30 +25,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random two-layer Llama with SmolLM2's tokenizer. Some tokens are far more probable than others."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     from langgraph_art_server.models import BUNDLED, find_model
 
+    from .models import random_llama
+
     directory = tmp_path_factory.mktemp("models") / "tiny"
-    torch.manual_seed(0)
-    config = LlamaConfig(
+    model = random_llama(
+        seed=0,
+        # The usual 0.02 would make all 49,152 tokens about equally probable, and no behaviour could be rewarded.
+        head_std=0.35,
         vocab_size=49152,
         hidden_size=128,
         intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         max_position_embeddings=1024,
         # Tied, every token would predict itself.
         tie_word_embeddings=False,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=2,
     )
-    model = LlamaForCausalLM(config)
-    # The usual 0.02 would make all 49,152 tokens about equally probable, and no behaviour could be rewarded.
-    torch.nn.init.normal_(model.lm_head.weight, std=0.35)
     model.save_pretrained(directory)
     bundled = find_model(BUNDLED).directory
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
@@ -56,10 +49,27 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
+def teacher_port() -> int:
+    """Where the server looks for its teacher ``local``, which serves a model ``tiny``; a test may listen there."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@pytest.fixture(scope="session")
+def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, teacher_port: int) -> Iterator[EmbeddedServer]:
     """A real server, shared by all tests; use a policy of your own (the fixture ``policy``)."""
     data_dir = tmp_path_factory.mktemp("server")
-    with EmbeddedServer(str(tiny_model), port=0, data_dir=data_dir, max_model_len=256, progress=False) as running:
+    with EmbeddedServer(
+        str(tiny_model),
+        port=0,
+        data_dir=data_dir,
+        max_model_len=256,
+        tool_parser="hermes",
+        progress=False,
+        teacher=f"local=http://127.0.0.1:{teacher_port},model=tiny",
+    ) as running:
         yield running
 
 

@@ -13,7 +13,9 @@ import typer
 
 from langgraph_art.cli import policies, runs
 from langgraph_art.cli.doctor import doctor
+from langgraph_art.cli.record import record
 from langgraph_art.cli.serve import serve
+from langgraph_art.cli.sft import sft
 
 
 class _App(typer.Typer):
@@ -59,5 +61,10 @@ app.command(
     epilog="Example: langgraph-art serve --model Qwen/Qwen3-0.6B --policy desk -- --enable-prefix-caching",
 )(serve)
 app.command(epilog="Example: langgraph-art doctor --url http://gpu-box:7373")(doctor)
+app.command(epilog="Example: langgraph-art sft desk out/runs/step-0001.jsonl --min-reward 0.9")(sft)
+app.command(
+    context_settings={"allow_interspersed_args": False},
+    epilog="Example: langgraph-art record --to runs.jsonl -m langgraph_cli dev --no-reload",
+)(record)
 app.add_typer(policies.app, name="policies")
 app.add_typer(runs.app, name="runs")

@@ -22,10 +22,12 @@ def list_policies(url: _Url = None) -> None:
     """List all policies."""
     with Client(url) as client:
         found = client.policies.list()
-    table = Table("policy", "serves", "versions", "rank", "alpha")
+    table = Table("policy", "serves", "versions", "rank", "alpha", "layers")
     for policy in found:
         rank, alpha = str(policy.lora.rank), f"{policy.lora.alpha:g}"
-        table.add_row(policy.name, f"{policy.name}@{policy.version}", str(len(policy.versions)), rank, alpha)
+        table.add_row(
+            policy.name, f"{policy.name}@{policy.version}", str(len(policy.versions)), rank, alpha, _layers(policy)
+        )
     Console().print(table)
 
 
@@ -36,12 +38,16 @@ def create_policy(
     alpha: Annotated[float, typer.Option(help="LoRA scale; the update is multiplied by alpha / rank.")] = (
         LoraConfig().alpha
     ),
+    target: Annotated[
+        list[str] | None,
+        typer.Option(metavar="LAYER", help="Linear layer to adapt, such as q_proj; repeatable. Default: all."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the untrained adapter.")] = LoraConfig().seed,
     url: _Url = None,
 ) -> None:
     """Create a policy; nothing happens if it exists with the same shape."""
     with Client(url) as client:
-        _show(client.policies.create(name, LoraConfig(rank=rank, alpha=alpha, seed=seed)))
+        _show(client.policies.create(name, LoraConfig(rank=rank, alpha=alpha, targets=target or None, seed=seed)))
 
 
 @app.command("show", epilog="Example: langgraph-art policies show researcher")
@@ -59,7 +65,7 @@ def _show(policy: Policy) -> None:
         "trained by",
         "created",
         "loaded",
-        title=f"{policy.name} (rank {lora.rank}, alpha {lora.alpha:g})",
+        title=f"{policy.name} (rank {lora.rank}, alpha {lora.alpha:g}, layers: {_layers(policy)})",
     )
     for version in policy.versions:
         table.add_row(
@@ -70,3 +76,7 @@ def _show(policy: Policy) -> None:
             "yes" if version.serving else "no",
         )
     Console().print(table)
+
+
+def _layers(policy: Policy) -> str:
+    return ", ".join(policy.lora.targets) if policy.lora.targets else "all"

@@ -34,6 +34,9 @@ def serve(
     data_dir: Annotated[
         Path | None, typer.Option(help="Directory of the database, checkpoints and logs; one server at a time.")
     ] = None,
+    keep_unclaimed_hours: Annotated[
+        float | None, typer.Option(help="Hours after which recorded calls go that no submission claims; default 168.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Context length in tokens, prompt and answer.")] = None,
@@ -42,6 +45,15 @@ def serve(
     default_max_tokens: Annotated[int | None, typer.Option(help="Answer limit for requests that name none.")] = None,
     kv_cache_gb: Annotated[int | None, typer.Option(help="CPU only: GiB for the key-value cache.")] = None,
     token_budget: Annotated[int | None, typer.Option(help="Tokens in one forward pass of the trainer.")] = None,
+    trainer_quantization: Annotated[
+        str | None, typer.Option(help="4bit or 8bit: pack the trainer's copy of the base model with bitsandbytes.")
+    ] = None,
+    teacher: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=URL[,model=MODEL]", help="vLLM server of a larger model to distil from; repeatable."
+        ),
+    ] = None,
     tool_parser: Annotated[str | None, typer.Option(help="vLLM tool-call parser; default: by model family.")] = None,
     reasoning_parser: Annotated[
         str | None, typer.Option(help="vLLM reasoning parser; default: by model family.")
@@ -53,8 +65,8 @@ def serve(
 ) -> None:
     """Serve a base model and its policies: OpenAI-compatible gateway, call store, trainer.
 
-    Every option can also be set as LANGGRAPH_ART_SERVER_<NAME>; the API key only so, to keep it out of process lists:
-    LANGGRAPH_ART_SERVER_API_KEY.
+    Every option can also be set as LANGGRAPH_ART_SERVER_<NAME>; keys only so, to keep them out of process lists:
+    LANGGRAPH_ART_SERVER_API_KEY, and LANGGRAPH_ART_SERVER_TEACHER_API_KEYS='{"NAME": "KEY"}'.
     """
     if arguments and "--" not in sys.argv:
         raise ArtError(
@@ -77,6 +89,7 @@ def serve(
         "host": host,
         "port": port,
         "data_dir": data_dir,
+        "keep_unclaimed_hours": keep_unclaimed_hours,
         "device": device,
         "dtype": dtype,
         "max_model_len": max_model_len,
@@ -85,6 +98,8 @@ def serve(
         "default_max_tokens": default_max_tokens,
         "kv_cache_gb": kv_cache_gb,
         "token_budget": token_budget,
+        "trainer_quantization": trainer_quantization,
+        "teachers": teacher or None,
         "tool_parser": tool_parser,
         "reasoning_parser": reasoning_parser,
         "chat_template": chat_template,

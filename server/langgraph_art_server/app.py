@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from importlib.metadata import version
+from pathlib import Path
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -15,11 +18,12 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from langgraph_art.protocol import CreatePolicy
-from langgraph_art_server.api import info, jobs, openai, policies, runs
-from langgraph_art_server.config import ServerSettings
+from langgraph_art_server.api import info, jobs, openai, policies, runs, sft
+from langgraph_art_server.config import ServerSettings, TeacherAddress
 from langgraph_art_server.device import resolve_device
 from langgraph_art_server.errors import ApiError, BadRequest, Unauthorized, body_of
-from langgraph_art_server.models import find_model
+from langgraph_art_server.lora_targets import served_linears
+from langgraph_art_server.models import ModelNotFound, find_model
 from langgraph_art_server.serving.adapters import Adapters
 from langgraph_art_server.serving.compute import ComputeLease
 from langgraph_art_server.serving.engine import Engine, describe
@@ -29,7 +33,11 @@ from langgraph_art_server.storage.calls import CallStore
 from langgraph_art_server.storage.database import Database
 from langgraph_art_server.storage.jobs import JobStore
 from langgraph_art_server.storage.policies import PolicyStore
+from langgraph_art_server.storage.retention import expire_unclaimed
+from langgraph_art_server.training.examples import ChatTokenizer
 from langgraph_art_server.training.runner import Runner
+from langgraph_art_server.training.support import unsupported
+from langgraph_art_server.training.teacher import Teacher
 from langgraph_art_server.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -39,24 +47,64 @@ VERSION = version("langgraph-art")
 
 @dataclass
 class Server:
-    """The rooms that routes call."""
+    """The rooms of a server, as routes call them."""
 
     settings: ServerSettings
     engine: Engine
+    trainer: Trainer
+    adapters: Adapters
+    compute: ComputeLease
     gateway: Gateway
     policies: PolicyStore
     calls: CallStore
+    jobs: JobStore
     runner: Runner
+
+
+def connect(
+    settings: ServerSettings,
+    data_dir: Path,
+    database: Database,
+    engine: Engine,
+    trainer: Trainer,
+    teachers: Mapping[str, Teacher],
+) -> Server:
+    """Makes the rooms of a server around its engine and its trainer; nothing is started."""
+    policies = PolicyStore(
+        database,
+        base_model=engine.model.name,
+        max_rank=settings.max_lora_rank,
+        linears=served_linears(engine.model.directory),
+    )
+    calls, jobs = CallStore(database), JobStore(database)
+    adapters = Adapters(engine, policies, data_dir)
+    compute = ComputeLease(exclusive=engine.device == "cpu")
+    gateway = Gateway(engine, adapters, calls, compute, settings.default_max_tokens)
+    runner = Runner(
+        data_dir=data_dir,
+        jobs=jobs,
+        policies=policies,
+        calls=calls,
+        gateway=gateway,
+        adapters=adapters,
+        compute=compute,
+        trainer=trainer,
+        chat_tokenizer=ChatTokenizer(engine),
+        teachers=teachers,
+    )
+    return Server(settings, engine, trainer, adapters, compute, gateway, policies, calls, jobs, runner)
 
 
 def create_app(settings: ServerSettings) -> FastAPI:
     """The server as an ASGI application; its engine starts and stops with it.
 
     Raises:
-        ModelNotFound: The base model cannot be had.
+        ModelNotFound: The base model cannot be had, or cannot be trained exactly.
     """
     device = resolve_device(settings.device)
     model = find_model(settings.model)
+    if problem := unsupported(model.config):
+        raise ModelNotFound(f"--model {settings.model!r}: {problem}; take another model")
     data_dir = settings.data_dir.expanduser().resolve()
     logs = data_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
@@ -64,41 +112,34 @@ def create_app(settings: ServerSettings) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         database = Database(data_dir / "server.db")
-        policy_store = PolicyStore(database, base_model=model.name, max_rank=settings.max_lora_rank)
-        call_store, job_store = CallStore(database), JobStore(database)
-        existing = policy_store.names()
+        engine = Engine(settings, model, family_of(model), device, logs / "engine.log")
+        addresses = [TeacherAddress.parse(text) for text in settings.teachers]
+        teachers = {
+            address.name: Teacher(address, settings.teacher_api_keys.get(address.name), engine) for address in addresses
+        }
+        trainer = Trainer(settings, model, device, logs / "trainer.log")
+        server = app.state.server = connect(settings, data_dir, database, engine, trainer, teachers)
+        existing = server.policies.names()
         for name in settings.policies:
             if name not in existing:
-                policy_store.create(CreatePolicy(name=name))
-        engine = Engine(settings, model, family_of(model), device, logs / "engine.log")
-        adapters = Adapters(engine, policy_store, data_dir)
-        compute = ComputeLease(exclusive=device == "cpu")
-        gateway = Gateway(engine, adapters, call_store, compute, settings.default_max_tokens)
-        trainer = Trainer(settings, model, device, logs / "trainer.log")
-        runner = Runner(
-            data_dir=data_dir,
-            jobs=job_store,
-            policies=policy_store,
-            calls=call_store,
-            gateway=gateway,
-            adapters=adapters,
-            compute=compute,
-            trainer=trainer,
-        )
-        app.state.server = Server(settings, engine, gateway, policy_store, call_store, runner)
+                server.policies.create(CreatePolicy(name=name))
         log.info("engine: %s", describe(engine))
         engine.start()
-        runner.start()
+        server.runner.start()
+        expiry = asyncio.create_task(expire_unclaimed(server.calls, timedelta(hours=settings.keep_unclaimed_hours)))
         try:
             yield
         finally:
-            await runner.stop()
+            expiry.cancel()
+            await server.runner.stop()
+            for teacher in teachers.values():
+                await teacher.close()
             await engine.stop()
             database.close()
 
     key = [] if settings.api_key is None else [Depends(_require(settings.api_key.get_secret_value()))]
     app = FastAPI(title="langgraph-art", version=VERSION, lifespan=lifespan, dependencies=key)
-    for routes in (info, policies, jobs, runs, openai):
+    for routes in (info, policies, jobs, sft, runs, openai):
         app.include_router(routes.router)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(RequestValidationError, _validation_error)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
+import httpx
 import platformdirs
-from pydantic import Field, SecretStr, field_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from langgraph_art.protocol import PolicyName
@@ -34,6 +37,33 @@ RESERVED_ENGINE_ARGS = frozenset(
 """What the server decides itself: the engine must be reachable by it alone, and its logprobs must be exact."""
 
 
+@dataclass(frozen=True)
+class TeacherAddress:
+    """Where a teacher is."""
+
+    name: str
+    url: str
+    """Root of the vLLM server, without ``/v1``."""
+    model: str | None
+    """Name under which it serves the model; ``None``: the only one that it serves."""
+
+    @classmethod
+    def parse(cls, text: str) -> TeacherAddress:
+        """Reads ``NAME=URL`` or ``NAME=URL,model=MODEL``.
+
+        Raises:
+            ValueError: It is neither.
+        """
+        name, _, rest = text.partition("=")
+        url, comma, option = rest.partition(",")
+        key, _, model = option.partition("=")
+        if not name or not url.startswith(("http://", "https://")) or (comma and (key != "model" or not model)):
+            raise ValueError("a teacher is given as NAME=URL or NAME=URL,model=MODEL, such as big=http://gpu-box:8000")
+        if httpx.URL(url).userinfo:
+            raise ValueError(f"teacher {name!r}: a password in its URL would be logged; set its key in the environment")
+        return cls(name, url.rstrip("/").removesuffix("/v1"), model or None)
+
+
 class ServerSettings(BaseSettings):
     """Settings of ``langgraph-art serve``. Each can be given as ``LANGGRAPH_ART_SERVER_<NAME>``."""
 
@@ -51,6 +81,10 @@ class ServerSettings(BaseSettings):
     """Directory of the database, checkpoints and logs. One server at a time may use it."""
     api_key: SecretStr | None = None
     """If set, every request needs ``Authorization: Bearer <key>``."""
+
+    keep_unclaimed_hours: float = Field(default=168, gt=0)
+    """How long recorded calls are kept that no submission claims; those of a run go together, this long after the last.
+    Pins go this long after they were made, if their run makes no calls any more."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to serve and train; ``auto`` takes CUDA if an NVIDIA GPU is found."""
@@ -75,6 +109,27 @@ class ServerSettings(BaseSettings):
     engine_args: list[str] = Field(default_factory=list)
     """Raw arguments added to vLLM's command line; not those in ``RESERVED_ENGINE_ARGS``."""
 
+    teachers: list[str] = Field(default_factory=list)
+    """Teachers for distillation, each ``NAME=URL`` or ``NAME=URL,model=MODEL``: vLLM servers of models with the base
+    model's vocabulary."""
+    teacher_api_keys: dict[str, SecretStr] = Field(default_factory=dict)
+    """By teacher, the key that it wants; in the environment as JSON, ``{"big": "..."}``."""
+
+    @field_validator("teachers")
+    @classmethod
+    def _teachers(cls, value: list[str]) -> list[str]:
+        names = [TeacherAddress.parse(text).name for text in value]
+        if len(set(names)) < len(names):
+            raise ValueError("two teachers have the same name")
+        return value
+
+    @model_validator(mode="after")
+    def _keys_of_teachers(self) -> Self:
+        names = {TeacherAddress.parse(text).name for text in self.teachers}
+        if unknown := sorted(self.teacher_api_keys.keys() - names):
+            raise ValueError(f"teacher_api_keys: no teacher is called {', '.join(unknown)}; name it with --teacher")
+        return self
+
     @field_validator("engine_args")
     @classmethod
     def _not_reserved(cls, value: list[str]) -> list[str]:
@@ -86,4 +141,14 @@ class ServerSettings(BaseSettings):
     start_timeout: float = Field(default=600, gt=0)
     """Seconds that the engine may take to answer its first request."""
     token_budget: int | None = Field(default=None, ge=64)
-    """Tokens in one forward pass of the trainer; default: by device."""
+    """Tokens in one forward pass of the trainer; default: what fits into the memory that is free when it starts."""
+    trainer_quantization: Literal["4bit", "8bit"] | None = None
+    """Packs the trainer's copy of the base model with bitsandbytes, to save memory. Unless the engine is given the same
+    (``--quantization bitsandbytes`` for ``4bit``), jobs that name no correction get ``token_truncation``."""
+
+    @property
+    def quantized_apart(self) -> bool:
+        """Whether engine and trainer round the base model differently, so that their logprobs disagree."""
+        words = " ".join(self.engine_args).replace("=", " ").split()
+        engine = next((value for name, value in pairwise(words) if name in ("--quantization", "-q")), None)
+        return (engine, self.trainer_quantization) not in ((None, None), ("bitsandbytes", "4bit"))

@@ -19,6 +19,7 @@ def running_stub() -> Iterator[OpenAIStub]:
 def stub(running_stub: OpenAIStub, monkeypatch: pytest.MonkeyPatch) -> OpenAIStub:
     """The stub server with an empty log; `ChatART` finds it by itself."""
     running_stub.log.clear()
+    running_stub.asked.clear()
     monkeypatch.setenv("LANGGRAPH_ART_URL", running_stub.url)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     monkeypatch.delenv("OPENAI_API_BASE", raising=False)

@@ -18,9 +18,10 @@ from urllib.parse import unquote
 
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 
 VERSION = 7
+CONTEXT = 400
 
 
 @dataclass
@@ -41,6 +42,9 @@ class OpenAIStub:
     """The server and its log."""
 
     log: list[LoggedRequest] = field(default_factory=list)
+    """Chat completions."""
+    asked: list[Any] = field(default_factory=list)
+    """Bodies of ``/tokenize``, and ``"models"`` for each list of models."""
     url: str = ""
 
     def of_run(self, run_id: str) -> list[LoggedRequest]:
@@ -85,6 +89,25 @@ def _app(stub: OpenAIStub) -> FastAPI:
         stub.log.append(logged)
         return await _answer(logged)
 
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        stub.asked.append("models")
+        return {"object": "list", "data": [{"id": "desk", "object": "model", "max_model_len": CONTEXT}]}
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        body = await request.json()
+        stub.asked.append(body)
+        if "prompt" in body:
+            words = body["prompt"].split()
+        elif body["messages"][0]["role"] in ("assistant", "tool"):
+            return _error(400, "conversations begin with a user", "engine_refused")
+        else:
+            texts = [_text(message.get("content")) for message in body["messages"]]
+            words = ["<bos>", *" ".join(texts).split(), *(tool["function"]["name"] for tool in body.get("tools") or [])]
+        ids = [len(word) for word in words]
+        return JSONResponse({"count": len(ids), "max_model_len": CONTEXT, "tokens": ids})
+
     return app
 
 
@@ -111,9 +134,24 @@ async def _answer(request: LoggedRequest) -> Response:
         name, _, arguments = rest.partition(" ")
         call = {"id": f"call_{len(text)}", "type": "function", "function": {"name": name, "arguments": arguments}}
         message, finish = {"role": "assistant", "content": None, "tool_calls": [call]}, "tool_calls"
+    if word == "!think":
+        thought, _, said = rest.partition("|")
+        message |= {"reasoning": thought, "content": said}
+    if word == "!html":
+        return HTMLResponse("<html>a proxy's page</html>")
+    if word == "!nochoices":
+        head = {"id": "x", "created": 1, "model": "desk", "choices": None}
+        if body.get("stream"):
+            return StreamingResponse(iter([f"data: {json.dumps(head)}\n\n"]), media_type="text/event-stream")
+        return JSONResponse(head)
     if word == "!cut":
         finish = "length"
-    if word in ("!json", "!cut"):
+        if body.get("tools") and body.get("tool_choice") not in (None, "auto", "none"):
+            name = body["tools"][0]["function"]["name"]
+            function = {"name": name, "arguments": rest}
+            message = {"role": "assistant", "content": None, "tool_calls": [{"id": "call_cut", "type": "function"}]}
+            message["tool_calls"][0]["function"] = function
+    if word in ("!json", "!cut") and "tool_calls" not in message:
         message["content"] = rest
     head = {"id": f"chatcmpl-{request.call}", "created": 1, "model": f"{body['model']}@{VERSION}"}
     prompt = sum(len(_text(m.get("content")).split()) for m in body["messages"])
@@ -143,6 +181,8 @@ async def _chunks(
         return f"data: {json.dumps(data)}\n\n"
 
     yield event({"role": "assistant", "content": ""})
+    for part in message.get("reasoning", "").split():
+        yield event({"reasoning": part + " "})
     for part in (message["content"] or "").split(" ") if message["content"] else []:
         await asyncio.sleep(pause)
         yield event({"content": part + " "})

@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from typing import Literal
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -22,11 +23,13 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from langgraph_art.protocol import (
     PROTOCOL_VERSION,
     CreatePolicy,
+    DeletedRun,
     Job,
     Policy,
     PolicyUpdate,
     PolicyVersion,
     ServerInfo,
+    SftSubmission,
     Submission,
     TrainResult,
 )
@@ -42,7 +45,7 @@ class StubServer:
 
     chat: openai_stub.OpenAIStub = field(default_factory=openai_stub.OpenAIStub)
     policies: dict[str, Policy] = field(default_factory=dict)
-    submissions: dict[str, Submission] = field(default_factory=dict)
+    submissions: dict[str, Submission | SftSubmission] = field(default_factory=dict)
     jobs: dict[str, Job] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)
     """Method and path of each API request."""
@@ -63,8 +66,12 @@ class StubServer:
     """Reason for which the next jobs fail."""
     untrainable: dict[str, int] | None = None
     """What the next jobs skip, with nothing left to train."""
+    warnings: list[str] = field(default_factory=list)
+    """What the next jobs warn of."""
     not_serving: str | None = None
     """Reason for which the next jobs stay trained."""
+    in_use: set[str] = field(default_factory=set)
+    """Runs that cannot be deleted."""
     silent: bool = False
     """Whether event streams of jobs that stay trained hold comments only."""
 
@@ -101,7 +108,10 @@ class StubServer:
             job.state, job.error = "failed", self.fail
             return
         if self.untrainable is not None:
-            job.state, job.result = "finished", TrainResult(updates=[], skipped=self.untrainable, seconds={})
+            job.state, job.result = (
+                "finished",
+                TrainResult(updates=[], skipped=self.untrainable, warnings=self.warnings, seconds={}),
+            )
             return
         for policy in self.policies.values():
             policy.version += 1
@@ -115,11 +125,17 @@ class StubServer:
                 trained_tokens=1,
                 computed_tokens=1,
                 metrics={"loss": 0.5},
+                losses=[1.5, 0.5] if job.kind == "sft" else [],
             )
             for policy in self.policies.values()
         ]
         job.state, job.error = ("trained", self.not_serving) if self.not_serving else ("finished", None)
-        job.result = TrainResult(updates=updates, skipped={"group:no_signal": 1}, seconds={"queue": 0.1, "train": 0.2})
+        job.result = TrainResult(
+            updates=updates,
+            skipped={"group:no_signal": 1},
+            warnings=self.warnings,
+            seconds={"queue": 0.1, "train": 0.2},
+        )
 
 
 def _app(stub: StubServer) -> FastAPI:
@@ -173,10 +189,18 @@ def _app(stub: StubServer) -> FastAPI:
 
     @app.post("/api/submissions")
     async def submit(body: Submission) -> Response:
+        return accept(body, "train")
+
+    @app.post("/api/sft")
+    async def sft(body: SftSubmission) -> Response:
+        return accept(body, "sft")
+
+    def accept(body: Submission | SftSubmission, kind: Literal["train", "sft"]) -> Response:
         known = stub.submissions.setdefault(body.idempotency_key, body)
         if known != body:
             return _error(409, "this idempotency key was used for another submission", "conflict")
-        job = Job(id=f"job-{len(stub.jobs)}", idempotency_key=body.idempotency_key, state="queued", created_at=NOW)
+        number, key = len(stub.jobs), body.idempotency_key
+        job = Job(id=f"job-{number}", kind=kind, idempotency_key=key, state="queued", created_at=NOW)
         same = [job for job in stub.jobs.values() if job.idempotency_key == body.idempotency_key]
         job = same[0] if same else stub.jobs.setdefault(job.id, job)
         return _json(job, 202)
@@ -192,6 +216,13 @@ def _app(stub: StubServer) -> FastAPI:
     @app.get("/api/runs/{run_id}/calls")
     async def calls(run_id: str) -> list[object]:
         return []
+
+    @app.delete("/api/runs/{run_id}")
+    async def delete_run(run_id: str) -> Response:
+        if run_id in stub.in_use:
+            return _error(409, f"run {run_id} is in job j1, which is queued: wait for the job", "run_in_use")
+        trained = sorted(f"{policy.name}@{policy.version}" for policy in stub.policies.values())
+        return _json(DeletedRun(run_id=run_id, calls=3, pins=1, jobs=0, trained_into=trained))
 
     return app
 

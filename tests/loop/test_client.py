@@ -61,6 +61,16 @@ def test_a_submission_holds_structure_and_rewards_only() -> None:
     assert claims == [("r1-1", "clerk", True), ("r1-2", "clerk", False)], "other models' calls are not claimed"
 
 
+def test_node_rewards_are_submitted_with_their_run() -> None:
+    given = groups(0.0, 1.0)
+    given[0].runs[1].node_rewards = {"clerk": 0.5}
+    runs = make_submission(given)[0].groups[0].runs
+    assert [sent.node_rewards for sent in runs] == [{}, {"clerk": 0.5}]
+    given[0].runs[0].node_rewards = {"clerk": math.nan}
+    with pytest.raises(RewardError, match="Run r0 has the reward nan at node 'clerk'"):
+        make_submission(given)
+
+
 def test_runs_with_an_infrastructure_error_are_left_out_and_counted() -> None:
     broken, caused = run("broken", None, infrastructure=True), run("caused", 0.0, infrastructure=False)
     given = [RunGroup(group_id="g", runs=[broken, caused, run("fine", 1.0)])]

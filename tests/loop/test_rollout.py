@@ -23,6 +23,7 @@ from langgraph.graph import END, START, StateGraph
 
 from langgraph_art.chat_model import ChatART
 from langgraph_art.errors import EmptyDataset, NoCallsRecorded, RewardError, RolloutFailed, ServerRefused
+from langgraph_art.rewards import Score
 from langgraph_art.rollouts import arollout, ascore, rollout, score
 from langgraph_art.runs import GraphRun, load_runs, save_runs
 
@@ -353,6 +354,19 @@ def test_named_parts_sum_to_the_reward(stub: StubServer) -> None:
     assert (group.runs[0].reward, group.runs[0].reward_parts) == (1.25, {"right": 1.0, "brief": 0.25})
 
 
+def test_a_score_also_rewards_nodes(stub: StubServer, tmp_path: Path) -> None:
+    (group,) = rollout(
+        build(), [{"text": "a"}], n=2, reward=lambda run: Score({"right": 1, "brief": 0.25}, {"clerk": 2})
+    )
+    for run in group.runs:
+        assert (run.reward, run.reward_parts) == (1.25, {"right": 1.0, "brief": 0.25})
+        assert run.node_rewards == {"clerk": 2.0}
+    save_runs(tmp_path / "runs.jsonl", group.runs)
+    assert load_runs(tmp_path / "runs.jsonl") == group.runs
+    score([group], words)
+    assert [run.node_rewards for run in group.runs] == [{}, {}], "scoring replaces them"
+
+
 def _raises(run: GraphRun) -> float:
     raise ZeroDivisionError("no words")
 
@@ -370,6 +384,13 @@ async def _raises_later(run: GraphRun) -> float:
         (lambda run: {"a": 1.0, "b": math.inf}, "not a finite number"),
         (lambda run: None, "TypeError"),
         (lambda run: next(iter([])), "StopIteration"),
+        (lambda run: Score(math.nan), "it returned nan, which is not a finite number"),
+        (
+            lambda run: Score(1.0, nodes={"clark": 1.0}),
+            "it rewards the node 'clark', but the nodes that called a policy are: clerk",
+        ),
+        (lambda run: Score(1.0, nodes={"clerk": math.nan}), "its reward for the node 'clerk' is nan"),
+        (lambda run: Score(1.0, nodes={"clerk": None}), "TypeError"),
     ],
 )
 def test_a_bad_reward_names_the_run_and_loses_nothing(stub: StubServer, reward: Any, says: str) -> None:
@@ -384,6 +405,7 @@ def test_a_bad_reward_names_the_run_and_loses_nothing(stub: StubServer, reward: 
     assert says in str(caught.value)
     assert any(run.run_id in str(caught.value) for run in groups[1].runs)
     assert [group.rewards for group in groups] == [[2.0, 2.0], [None, None], [2.0, 2.0]]
+    assert not any(run.node_rewards for group in groups for run in group.runs)
     assert all(run.output["answer"] for group in groups for run in group.runs)
     score(groups, words)
     assert [group.rewards for group in groups] == [[2.0, 2.0]] * 3

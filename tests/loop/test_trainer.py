@@ -28,6 +28,8 @@ from langgraph_art.errors import (
     TrainingFailed,
 )
 from langgraph_art.history import StepLog, TrainHistory
+from langgraph_art.protocol import LoraConfig, TrainConfig
+from langgraph_art.rewards import Score
 from langgraph_art.runs import GraphRun, load_runs
 from langgraph_art.trainer import Trainer
 
@@ -138,6 +140,34 @@ def test_policies_are_created_once(stub: StubServer) -> None:
     assert stub.requests.count("POST /api/policies") == 2
 
 
+def test_policies_with_shapes_of_their_own(stub: StubServer) -> None:
+    shapes = {"desk": LoraConfig(rank=4, targets=["q_proj"]), "scribe": LoraConfig(rank=8, seed=5)}
+    trainer(policies=shapes, seed=3).fit(1)
+    assert {name: policy.lora for name, policy in stub.policies.items()} == shapes
+    trainer(policies=shapes).fit(1)
+    with pytest.raises(ServerRefused, match="desk exists with another shape"):
+        trainer(policies={"desk": LoraConfig(rank=16)}).fit(1)
+
+
+def test_the_configuration_and_node_rewards_go_to_the_server(stub: StubServer) -> None:
+    config = TrainConfig(learning_rate={"desk": 1e-3, "scribe": 1e-4}, node_advantage=0.5, nodes=["clerk"])
+    training = trainer(policies=["desk", "scribe"], config=config)
+    training.reward = lambda run: Score(1.0, nodes={"clerk": float(len(run.input["text"]))})
+    training.fit(1)
+    (submission,) = stub.submissions.values()
+    assert submission.config == config
+    runs = [run for group in submission.groups for run in group.runs]
+    assert [run.node_rewards for run in runs] == [
+        {"clerk": float(len(run.input["text"]))} for group in training.groups for run in group.runs
+    ]
+
+
+def test_an_option_without_effect_is_warned_of_once(stub: StubServer, caplog: pytest.LogCaptureFixture) -> None:
+    stub.warnings = ["nodes: 'clark' means none of the nodes 'clerk'"]
+    trainer().fit(3)
+    assert caplog.text.count("nodes: 'clark' means none of the nodes 'clerk'") == 1
+
+
 # -- what goes wrong --------------------------------------------------------------------------------------------------
 
 
@@ -148,6 +178,10 @@ def test_bad_arguments() -> None:
         trainer(policies=[])
     with pytest.raises(ValueError, match="runs_per_input is 1"):
         trainer(runs_per_input=1)
+    with pytest.raises(ValueError, match=r"learning_rate is for \['desk'\].*\['desk', 'scribe'\]"):
+        trainer(policies=["desk", "scribe"], config=TrainConfig(learning_rate={"desk": 1e-3}))
+    with pytest.raises(ValueError, match=r"kl_reference names \['dask'\]"):
+        trainer(config=TrainConfig(kl=0.1, kl_reference={"dask": 1}))
     with pytest.raises(ValueError, match="not both"):
         trainer(url="http://127.0.0.1:1", server=EmbeddedServer())
 
@@ -228,10 +262,12 @@ def test_the_groups_survive_a_refused_submission(stub: StubServer) -> None:
             r"3 call:altered.*1 call:greedy.*sampling=TRAINING_SAMPLING",
         ),
         ({"call:no_ids": 4}, r"4 call:no_ids\. docs/design\.md"),
+        ({"call:node_not_chosen": 4}, r"4 call:node_not_chosen\. nodes: 'x' means none of the nodes 'clerk'\. docs"),
     ],
 )
 def test_a_step_with_nothing_to_train_on_is_an_error(stub: StubServer, skipped: dict[str, int], advice: str) -> None:
     stub.untrainable = skipped
+    stub.warnings = ["nodes: 'x' means none of the nodes 'clerk'"] if "call:node_not_chosen" in skipped else []
     training = trainer()
     with pytest.raises(TrainingFailed, match=advice):
         training.fit(2)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,19 +16,14 @@ from pathlib import Path
 import httpx
 
 from langgraph_art.protocol import CreatePolicy, LoraConfig, Submission, TrainResult
-from langgraph_art_server.app import Server, create_app
-from langgraph_art_server.config import ServerSettings
+from langgraph_art_server.app import Server, connect, create_app
+from langgraph_art_server.config import ServerSettings, TeacherAddress
 from langgraph_art_server.models import BaseModel
-from langgraph_art_server.serving.adapters import Adapters
-from langgraph_art_server.serving.compute import ComputeLease
 from langgraph_art_server.serving.engine import Engine
 from langgraph_art_server.serving.families import Family
-from langgraph_art_server.serving.gateway import Gateway
-from langgraph_art_server.storage.calls import CallStore
 from langgraph_art_server.storage.database import Database
-from langgraph_art_server.storage.jobs import JobStore, NewVersion
-from langgraph_art_server.storage.policies import PolicyStore
-from langgraph_art_server.training.runner import Runner
+from langgraph_art_server.storage.jobs import NewVersion
+from langgraph_art_server.training.teacher import Teacher
 from langgraph_art_server.training.trainer import Trainer
 
 from .stub_engine import StubEngine, serving
@@ -55,20 +50,12 @@ class AttachedEngine(Engine):
 
 
 @dataclass
-class Rooms:
+class Rooms(Server):
     """One server's rooms; the runner is not started."""
 
+    engine: AttachedEngine
     data_dir: Path
     stub: StubEngine
-    engine: AttachedEngine
-    policies: PolicyStore
-    calls: CallStore
-    jobs: JobStore
-    adapters: Adapters
-    compute: ComputeLease
-    gateway: Gateway
-    trainer: Trainer
-    runner: Runner
 
     def add_version(self, policy: str) -> int:
         """Commit a next version of a policy, whose directory only the stub could load; the plain name moves to it."""
@@ -88,7 +75,7 @@ class Rooms:
         """The application over HTTP; yields its address."""
         settings = ServerSettings(model=str(self.engine.model.directory), data_dir=self.data_dir, device="cpu")
         app = create_app(settings)
-        app.state.server = Server(settings, self.engine, self.gateway, self.policies, self.calls, self.runner)
+        app.state.server = self
         async with serving(app) as url:
             yield url
 
@@ -98,7 +85,11 @@ _EMPTY = {"groups": [{"group_id": "made", "runs": []}]}
 
 @asynccontextmanager
 async def open_rooms(
-    data_dir: Path, stub: StubEngine, model_dir: Path | None = None, trainer: Trainer | None = None
+    data_dir: Path,
+    stub: StubEngine,
+    model_dir: Path | None = None,
+    trainer: Trainer | None = None,
+    teachers: Sequence[TeacherAddress] = (),
 ) -> AsyncIterator[Rooms]:
     """Rooms in ``data_dir``, with the policies ``desk`` and ``clerk``.
 
@@ -107,6 +98,7 @@ async def open_rooms(
         stub: A running stub.
         model_dir: Base model for the trainer; by default a directory that nothing can be trained with.
         trainer: In place of one of its own.
+        teachers: For distillation; they are asked again for half a second only.
     """
     if model_dir is None:
         model_dir = data_dir / "no-model"
@@ -114,28 +106,18 @@ async def open_rooms(
         (model_dir / "config.json").write_text(json.dumps({"model_type": "llama", "max_position_embeddings": 64}))
     model = BaseModel(stub.name, model_dir, json.loads((model_dir / "config.json").read_text()))
     database = Database(data_dir / "server.db")
-    policies = PolicyStore(database, base_model=model.name, max_rank=16)
-    for name in ("desk", "clerk"):
-        policies.create(CreatePolicy(name=name, lora=LORA))
-    calls, jobs = CallStore(database), JobStore(database)
+    settings = ServerSettings(token_budget=64)
     engine = AttachedEngine(stub, model, data_dir / "engine.log")
-    adapters = Adapters(engine, policies, data_dir)
-    compute = ComputeLease(exclusive=True)
-    gateway = Gateway(engine, adapters, calls, compute, default_max_tokens=1024)
-    trainer = trainer or Trainer(ServerSettings(token_budget=64), model, "cpu", data_dir / "trainer.log")
-    runner = Runner(
-        data_dir=data_dir,
-        jobs=jobs,
-        policies=policies,
-        calls=calls,
-        gateway=gateway,
-        adapters=adapters,
-        compute=compute,
-        trainer=trainer,
-    )
+    trainer = trainer or Trainer(settings, model, "cpu", data_dir / "trainer.log")
+    known = {teacher.name: Teacher(teacher, None, engine, patience=0.5) for teacher in teachers}
+    server = connect(settings, data_dir, database, engine, trainer, known)
+    for name in ("desk", "clerk"):
+        server.policies.create(CreatePolicy(name=name, lora=LORA))
     try:
-        yield Rooms(data_dir, stub, engine, policies, calls, jobs, adapters, compute, gateway, trainer, runner)
+        yield Rooms(**vars(server), data_dir=data_dir, stub=stub)
     finally:
+        for teacher in known.values():
+            await teacher.close()
         await engine.stop()
         database.close()
 

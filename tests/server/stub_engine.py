@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, 
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import uvicorn
 
@@ -38,6 +38,12 @@ class Answer:
 
     ids: Sequence[int] = (11, 12, 13, 14)
     piece: str = PIECE
+    tool_calls: Sequence[tuple[str, str]] = ()
+    """Name and arguments of each, in place of content; streamed in pieces, some tokens without any."""
+    reasoning: int = 0
+    """So many of the first tokens are thoughts."""
+    loses: Literal["id", "logprob", "usage", "prompt", None] = None
+    """What it forgets one of: an id, a logprob, the usage, or a token of the prompt."""
     status: int = 200
     """Anything else is an error answer with ``message``."""
     message: str = "told to fail"
@@ -72,6 +78,16 @@ def prompt_ids(messages: list[dict[str, Any]]) -> list[int]:
     """The stub's tokenizer: one id of 3 to 22 for each word."""
     words = " ".join(str(message.get("content")) for message in messages).split()
     return [1, *(sum(word.encode()) % 20 + 3 for word in words)]
+
+
+def text_ids(text: str) -> list[int]:
+    """The stub's tokenizer for plain text: one id below 50 for each letter."""
+    return [ord(letter) % 50 for letter in text]
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    """The text of tokens."""
+    return " ".join(f"<{token}>" for token in tokens)
 
 
 class StubEngine:
@@ -137,8 +153,18 @@ class StubEngine:
                 await self._chat(logged.body, receive, noted)
             case "/v1/completions":
                 await _json(noted, {"object": "text_completion", "choices": [{"index": 0, "text": "w"}]})
+            case "/detokenize":
+                await _json(noted, {"prompt": text_of(logged.body["tokens"])})
             case "/tokenize":
-                ids = prompt_ids(logged.body["messages"])
+                if logged.body["model"] != self.name:
+                    await _error(noted, 404, f"The model `{logged.body['model']}` does not exist.")
+                    return
+                if logged.body.get("messages") == []:
+                    await _error(noted, 400, "the chat template failed")
+                    return
+                ids = (
+                    text_ids(logged.body["prompt"]) if "prompt" in logged.body else prompt_ids(logged.body["messages"])
+                )
                 await _json(noted, {"count": len(ids), "max_model_len": self.max_model_len, "tokens": ids})
             case "/v1/load_lora_adapter":
                 await self._load(logged.body["lora_name"], logged.body["lora_path"], noted)
@@ -225,7 +251,8 @@ class StubEngine:
     def _ids(self, body: dict[str, Any], prompt: list[int], answer: Answer) -> tuple[list[int], str]:
         asked = body.get("max_completion_tokens") or body.get("max_tokens") or self.max_model_len
         limit = min(asked, max(self.max_model_len - len(prompt), len(answer.ids)))
-        return list(answer.ids[:limit]), "stop" if len(answer.ids) <= limit else "length"
+        end = "tool_calls" if answer.tool_calls else "stop"
+        return list(answer.ids[:limit]), end if len(answer.ids) <= limit else "length"
 
     def _head(self, body: dict[str, Any], kind: str) -> dict[str, Any]:
         return {"id": "chatcmpl-stub", "object": kind, "created": 1, "model": body["model"]}
@@ -235,19 +262,20 @@ class StubEngine:
         choices = [
             {
                 "index": index,
-                "message": {"role": "assistant", "content": answer.piece * len(ids)},
-                "logprobs": _logprobs(body, ids),
+                "message": _message(answer, len(ids)),
+                "logprobs": _logprobs(body, ids[1:] if answer.loses == "logprob" else ids),
                 "finish_reason": finish,
                 "stop_reason": None,
-                "token_ids": ids if body.get("return_token_ids") else None,
+                "token_ids": _shown(body, ids[1:] if answer.loses == "id" else ids),
             }
             for index in range(body.get("n") or 1)
         ]
+        usage = {} if answer.loses == "usage" else {"usage": _usage(prompt, len(ids) * len(choices))}
         return {
             **self._head(body, "chat.completion"),
             "choices": choices,
-            "usage": _usage(prompt, len(ids) * len(choices)),
-            "prompt_token_ids": prompt if body.get("return_token_ids") else None,
+            **usage,
+            "prompt_token_ids": _shown(body, prompt[1:] if answer.loses == "prompt" else prompt),
         }
 
     def _events(self, body: dict[str, Any], prompt: list[int], answer: Answer) -> list[dict[str, Any]]:
@@ -258,19 +286,19 @@ class StubEngine:
         for index in choices:
             role = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
             events.append({**head, "choices": [role]})
-            if body.get("return_token_ids"):
-                events[-1]["prompt_token_ids"] = prompt
+            events[-1]["prompt_token_ids"] = _shown(body, prompt[1:] if answer.loses == "prompt" else prompt)
+        deltas = _deltas(answer, len(ids))
         for place, token in enumerate(ids):
             for index in choices:
                 choice = {
                     "index": index,
-                    "delta": {"content": answer.piece},
-                    "logprobs": _logprobs(body, [token]),
+                    "delta": deltas[place],
+                    "logprobs": _logprobs(body, [] if answer.loses == "logprob" and not place else [token]),
                     "finish_reason": finish if place == len(ids) - 1 else None,
-                    "token_ids": [token] if body.get("return_token_ids") else None,
+                    "token_ids": _shown(body, [] if answer.loses == "id" and not place else [token]),
                 }
                 events.append({**head, "choices": [choice]})
-        if (body.get("stream_options") or {}).get("include_usage"):
+        if (body.get("stream_options") or {}).get("include_usage") and answer.loses != "usage":
             events.append({**head, "choices": [], "usage": _usage(prompt, len(ids) * len(choices))})
         return events
 
@@ -294,6 +322,40 @@ async def serving(app: Any) -> AsyncIterator[str]:
 
 def _usage(prompt: list[int], sampled: int) -> dict[str, int]:
     return {"prompt_tokens": len(prompt), "completion_tokens": sampled, "total_tokens": len(prompt) + sampled}
+
+
+def _message(answer: Answer, sampled: int) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": answer.piece * (sampled - answer.reasoning)}
+    if answer.reasoning:
+        message["reasoning"] = answer.piece * answer.reasoning
+    if answer.tool_calls:
+        message |= {"content": None, "tool_calls": [_tool_call(*call) for call in answer.tool_calls]}
+    return message
+
+
+def _deltas(answer: Answer, sampled: int) -> list[dict[str, Any]]:
+    """What each token adds to the message; the parser of tool calls holds some back and then gives several."""
+    if not answer.tool_calls:
+        return [{"reasoning" if place < answer.reasoning else "content": answer.piece} for place in range(sampled)]
+    pieces: list[dict[str, Any]] = []
+    for index, (name, arguments) in enumerate(answer.tool_calls):
+        pieces.append({"index": index, **_tool_call(name, "")})
+        middle = len(arguments) // 2
+        for part in (arguments[:middle], arguments[middle:]):
+            pieces.append({"index": index, "function": {"arguments": part}})
+    held = sampled // 2
+    parts = [pieces[place - held : place - held + 1] for place in range(held, sampled)]
+    parts[-1] += pieces[sampled - held :]
+    return [{} for _ in range(held)] + [{"tool_calls": part} for part in parts]
+
+
+def _tool_call(name: str, arguments: str) -> dict[str, Any]:
+    return {"id": f"call_{name}", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _shown(body: dict[str, Any], ids: list[int]) -> list[int] | None:
+    """Ids as vLLM gives them: if asked for, and not to those who do not want to see the thoughts."""
+    return ids if body.get("return_token_ids") and body.get("include_reasoning") is not False else None
 
 
 def _logprobs(body: dict[str, Any], ids: list[int]) -> dict[str, Any] | None:

@@ -134,12 +134,17 @@ def test_the_request_keeps_what_the_client_set() -> None:
         ({"repetition_penalty": 1.1}, "altered_distribution"),
         ({"logit_bias": {"3": 1}}, "altered_distribution"),
         ({"response_format": {"type": "json_object"}}, "constrained"),
+        ({"response_format": {"type": "json_object"}, "temperature": 0}, "greedy"),
         ({"response_format": {"type": "text"}}, None),
         ({"structured_outputs": {"regex": "a+"}}, "constrained"),
         ({"tools": [{"function": {"name": "f"}}], "tool_choice": "auto"}, None),
         ({"tools": [{"function": {"name": "f"}}], "tool_choice": "required"}, "constrained"),
         ({"tools": [{"function": {"name": "f"}}], "tool_choice": {"type": "function"}}, "constrained"),
         ({"tools": [{"function": {"name": "f", "strict": True}}]}, "constrained"),
+        ({"tools": [{"function": {"name": "f"}}], "parallel_tool_calls": True}, None),
+        ({"tools": [{"function": {"name": "f"}}], "parallel_tool_calls": False}, "constrained"),
+        ({"tools": [{"function": {"name": "f", "strict": True}}], "tool_choice": "none"}, None),
+        ({"parallel_tool_calls": False}, None),
         ({"stop": ["x"]}, None),
     ],
 )
@@ -149,8 +154,18 @@ def test_what_cannot_be_trained_says_why(body: dict[str, Any], reason: str | Non
     assert call.records()[0].untrainable == reason
 
 
+def test_an_engine_that_holds_tool_calls_to_a_grammar() -> None:
+    for tools, reason in (([], None), ([{"function": {"name": "f"}}], "constrained")):
+        call = Capture(HEADER, {"model": "desk", "tools": tools}, TARGET, strict_tools=True)
+        call.take(answer())
+        assert call.records()[0].untrainable == reason
+
+
 def test_ids_logprobs_and_usage_must_agree() -> None:
-    for part in (answer(logprobs=LOGPROBS[:2]), answer(usage=4)):
+    without_usage, other_prompt = answer(), answer()
+    del without_usage["usage"]
+    other_prompt["usage"]["prompt_tokens"] = 3
+    for part in (answer(logprobs=LOGPROBS[:2]), answer(usage=4), without_usage, other_prompt):
         call = capture()
         call.take(part)
         assert call.records()[0].untrainable == "ids_disagree"

@@ -24,7 +24,7 @@ from langgraph_art.protocol import (
 )
 
 from .rooms import Rooms, eventually
-from .stub_engine import BEFORE, PIECE, Answer, logprob, prompt_ids
+from .stub_engine import BEFORE, PIECE, Answer, logprob, prompt_ids, text_ids
 
 CHAT = "/v1/chat/completions"
 MESSAGES: list[Any] = [{"role": "user", "content": "where is my order"}]
@@ -460,3 +460,43 @@ async def test_waiting_for_calls_to_close(rooms: Rooms, http: httpx.AsyncClient)
         await waiting
         assert rooms.calls.of_ids(["c1"])["c1"][0].status == "complete"
         await calling
+
+
+# -- token counts -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["desk", "desk@0", "desk@1", "tiny"])
+async def test_token_ids_are_those_a_call_would_have(rooms: Rooms, http: httpx.AsyncClient, model: str) -> None:
+    rooms.add_version("desk")
+    body = {"model": model, "messages": MESSAGES, "add_generation_prompt": False}
+    answer = await http.post("/tokenize", json=body)
+    ids = prompt_ids(MESSAGES)
+    assert answer.json() == {"count": len(ids), "tokens": ids, "max_model_len": rooms.stub.max_model_len}
+    assert rooms.stub.bodies("/tokenize") == [{**body, "model": "tiny"}]
+    assert (await http.post("/tokenize", json={"model": model, "prompt": "a b"})).json()["tokens"] == text_ids("a b")
+    assert not rooms.stub.adapters, "no adapter is loaded to count tokens"
+    assert await recorded(http) == []
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code"),
+    [
+        ({"model": "nobody", "prompt": "a"}, 404, "model_not_found"),
+        ({"model": "desk@7", "prompt": "a"}, 404, "model_not_found"),
+        ({"prompt": "a"}, 400, "model_not_found"),
+        ({"model": "desk", "messages": []}, 400, "engine_refused"),
+        ([], 400, "invalid_request"),
+    ],
+)
+async def test_token_counts_that_are_refused(http: httpx.AsyncClient, body: Any, status: int, code: str) -> None:
+    answer = await http.post("/tokenize", json=body)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+
+
+async def test_token_counts_wait_for_the_engine(rooms: Rooms, http: httpx.AsyncClient) -> None:
+    rooms.engine.crash()
+    asking = asyncio.create_task(http.post("/tokenize", json={"model": "desk", "prompt": "a"}))
+    await asyncio.sleep(0.1)
+    assert not asking.done()
+    rooms.engine.come_back()
+    assert (await asking).status_code == 200

@@ -9,9 +9,10 @@ import asyncio
 import os
 import random
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -25,23 +26,29 @@ from langgraph_art.protocol import (
     GroupSubmission,
     Job,
     PolicyUpdate,
+    RecordedExample,
     RunSubmission,
+    SftConfig,
+    SftSubmission,
     Submission,
     TrainConfig,
     TrainResult,
 )
-from langgraph_art_server.config import ServerSettings
+from langgraph_art_server.config import ServerSettings, TeacherAddress
 from langgraph_art_server.models import BaseModel
-from langgraph_art_server.storage.jobs import NewVersion
+from langgraph_art_server.storage.database import Database
+from langgraph_art_server.storage.jobs import NewVersion, PackingPlan
+from langgraph_art_server.storage.policies import PolicyStore
 from langgraph_art_server.training import runner as runner_module
 from langgraph_art_server.training.runner import MAX_WORKER_DEATHS
-from langgraph_art_server.training.task import Trained, TrainTask
-from langgraph_art_server.training.trainer import Trainer
+from langgraph_art_server.training.task import SftTask, Trained, TrainTask
+from langgraph_art_server.training.trainer import OutOfMemory, Trainer, WorkerDied
 
 from ..training.conftest import tiny_llama
 from .records import recorded
 from .rooms import Rooms, eventually, open_rooms
-from .stub_engine import Answer, StubEngine
+from .stub_engine import Answer, StubEngine, serving
+from .test_teacher import StubVllm
 
 # Real workers are started and killed again and again.
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
@@ -55,7 +62,7 @@ class SharedTrainer(Trainer):
     tasks = 0
     """Tasks that it was given."""
 
-    async def train(self, task: TrainTask, on_progress: Callable[[int, int], None]) -> Trained:
+    async def train(self, task: TrainTask | SftTask, on_progress: Callable[[int, int], None]) -> Trained:
         self.tasks += 1
         return await super().train(task, on_progress)
 
@@ -99,16 +106,24 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def opened(data_dir: Path, stub: StubEngine, model_dir: Path, trainer: Trainer | None) -> AsyncIterator[Rooms]:
+async def opened(
+    data_dir: Path,
+    stub: StubEngine,
+    model_dir: Path,
+    trainer: Trainer | None,
+    teachers: Sequence[TeacherAddress] = (),
+) -> AsyncIterator[Rooms]:
     """Rooms whose runner stops at the end, if it was started."""
-    async with open_rooms(data_dir, stub, model_dir, trainer) as rooms:
+    async with open_rooms(data_dir, stub, model_dir, trainer, teachers) as rooms:
         try:
             yield rooms
         finally:
             await rooms.runner.stop()
 
 
-def prepare(rooms: Rooms, key: str, *, policies: tuple[str, ...] = ("desk",), calls: int = 1) -> Submission:
+def prepare(
+    rooms: Rooms, key: str, *, policies: tuple[str, ...] = ("desk",), calls: int = 1, config: TrainConfig | None = None
+) -> Submission:
     """Two recorded runs with ``calls`` calls of each policy, one rewarded, and the submission that claims them."""
     source = random.Random(key)
     runs = []
@@ -131,7 +146,8 @@ def prepare(rooms: Rooms, key: str, *, policies: tuple[str, ...] = ("desk",), ca
         rooms.calls.save(records)
         claims = [CallClaim(call_id=record.call_id, node="plan", delivered=True) for record in records]
         runs.append(RunSubmission(run_id=run_id, reward=reward, calls=claims))
-    return Submission(idempotency_key=key, groups=[GroupSubmission(group_id=f"{key}-group", runs=runs)])
+    groups = [GroupSubmission(group_id=f"{key}-group", runs=runs)]
+    return Submission(idempotency_key=key, groups=groups, config=config or TrainConfig())
 
 
 async def ended(rooms: Rooms, job: Job, seconds: float = 60) -> Job:
@@ -328,10 +344,10 @@ async def test_a_stop_in_the_middle_leaves_the_job_to_the_next_start(
 
 
 async def test_a_worker_that_always_dies_fails_the_job_and_no_other(
-    rooms: Rooms, shared: SharedTrainer, monkeypatch: pytest.MonkeyPatch
+    rooms: Rooms, shared: SharedTrainer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     await shared.end()
-    submission, next_one, before = prepare(rooms, "k"), prepare(rooms, "next", policies=("clerk",)), shared.tasks
+    submission, next_one = prepare(rooms, "k"), prepare(rooms, "next", policies=("clerk",))
     with monkeypatch.context() as broken:
         broken.setattr(shared, "_device", "no-such-device")
         rooms.runner.start()
@@ -341,7 +357,7 @@ async def test_a_worker_that_always_dies_fails_the_job_and_no_other(
         assert "exit code 2" in job.error
         assert "no-such-device" in job.error
         assert job.result is None
-        assert shared.tasks - before == MAX_WORKER_DEATHS
+        assert caplog.text.count("lost its worker") == MAX_WORKER_DEATHS
         assert rooms.policies.get("desk").version == 0
         assert on_disk(rooms) == set()
     assert (await ended(rooms, await rooms.runner.submit(next_one))).state == "finished"
@@ -427,6 +443,27 @@ async def test_a_committed_job_is_loaded_not_trained_again(rooms: Rooms, shared:
     assert set(rooms.stub.adapters) == {"desk@1"}
 
 
+async def test_a_version_of_another_base_model_does_not_hold_up_the_queue(rooms: Rooms, tmp_path: Path) -> None:
+    """It was committed, then the server was started again with another model on the same data."""
+    job = committed(rooms)
+    database = Database(tmp_path / "server.db")
+    with database.write() as connection:
+        connection.exec_driver_sql("UPDATE policies SET base_model = 'large' WHERE name = 'desk'")
+    rooms.runner.start()
+    assert (await ended(rooms, job)).state == "finished"
+    assert rooms.stub.adapters == {}
+    submission = prepare(rooms, "next", policies=("clerk",))
+    submission.groups[0].runs[0].calls.append(CallClaim(call_id="desks", node="plan", delivered=True))
+    rooms.calls.save([recorded("desks", run_id="next-0", version=1)])
+    after = await ended(rooms, await rooms.runner.submit(submission))
+    assert after.result is not None
+    assert [(part.policy, part.version) for part in after.result.updates] == [("clerk", 1)]
+    assert after.result.skipped == {"call:other_base_model": 1}
+    theirs = PolicyStore(database, base_model="large", max_rank=16, linears=frozenset())
+    assert theirs.serving_version("desk") == 1, "a server of its base model serves what was trained"
+    database.close()
+
+
 async def test_a_refused_load_is_trained_not_serving_until_it_works(rooms: Rooms, shared: SharedTrainer) -> None:
     job, before = committed(rooms), shared.tasks
     rooms.stub.refuse_loads += [(500, "no memory for {path}")] * 3
@@ -461,3 +498,142 @@ async def test_a_start_deletes_what_no_version_owns(rooms: Rooms) -> None:
     (clerk / ".DS_Store").write_text("not ours")
     rooms.runner.start()
     assert on_disk(rooms) == {"checkpoints/desk/1-made", "checkpoints/clerk/.DS_Store"}
+
+
+# -- the packing plan -------------------------------------------------------------------------------------------------
+
+
+async def test_the_packing_plan_is_stored_before_it_is_used_and_replayed(
+    rooms: Rooms, shared: SharedTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans: list[PackingPlan | None] = []
+    train = shared.train
+
+    async def watched(task: TrainTask | SftTask, on_progress: Callable[[int, int], None]) -> Trained:
+        plans.append(rooms.jobs.plan(task.task_id))
+        assert plans[-1] == PackingPlan(task.token_budget or 0, bool(task.checkpointing))
+        if len(plans) == 1:
+            raise OutOfMemory(PackingPlan(32, checkpointing=True))
+        if len(plans) == 2:
+            raise WorkerDied("told to")
+        return await train(task, on_progress)
+
+    monkeypatch.setattr(shared, "train", watched)
+    rooms.runner.start()
+    job = await ended(rooms, await rooms.runner.submit(prepare(rooms, "k", calls=4)))
+    assert job.state == "finished"
+    assert plans == [PackingPlan(64, checkpointing=False), *[PackingPlan(32, checkpointing=True)] * 2]
+    assert job.result is not None
+    metrics = job.result.updates[0].metrics
+    assert (metrics["token_budget"], metrics["gradient_checkpointing"]) == (32, 1)
+    assert on_disk(rooms) == rooms.policies.directories()
+
+
+# -- warm-up, reference, teacher --------------------------------------------------------------------------------------
+
+
+def fine_tuning(rooms: Rooms, key: str) -> SftSubmission:
+    """Two recorded calls of another model to learn from, one that is half, and one that nobody knows."""
+    known = [
+        recorded(
+            f"{key}-{number}",
+            policy=None,
+            version=None,
+            untrainable="base_model",
+            sampled_ids=[5, 6, number],
+            logprobs=[-3.0] * 3,
+        )
+        for number in (8, 9)
+    ]
+    rooms.calls.save([*known, recorded(f"{key}-half", status="abandoned")])
+    names = [*(call.call_id for call in known), f"{key}-half", f"{key}-unknown"]
+    config = SftConfig(epochs=3, batch_size=1, learning_rate=1e-2)
+    examples = [RecordedExample(call_id=name) for name in names]
+    return SftSubmission(idempotency_key=key, policy="desk", examples=examples, config=config)
+
+
+async def test_fine_tuning_then_rl_that_stays_close_to_it(rooms: Rooms, shared: SharedTrainer) -> None:
+    body = fine_tuning(rooms, "warm-up")
+    async with rooms.served() as url, httpx.AsyncClient(base_url=url, timeout=60) as http:
+        nobody = await http.post("/api/sft", json=body.model_dump() | {"policy": "nobody"})
+        assert nobody.status_code == 404
+        assert "nobody" in nobody.text
+        answer = await http.post("/api/sft", json=body.model_dump())
+        assert answer.status_code == 202
+        assert (await http.post("/api/sft", json=body.model_dump())).json() == answer.json()
+        job = Job.model_validate(answer.json())
+        assert job.kind == "sft"
+        rooms.runner.start()
+        job = await ended(rooms, job)
+        again = (await http.post("/api/sft", json=body.model_dump())).json()
+        assert (again["id"], again["state"]) == (job.id, "finished")
+    assert (job.state, job.error) == ("finished", None)
+    assert job.result is not None
+    (update,) = job.result.updates
+    assert (update.policy, update.parent, update.version, update.calls, update.trained_tokens) == ("desk", 0, 1, 2, 6)
+    assert len(update.losses) == 6
+    assert update.losses[-1] < update.losses[0]
+    assert job.result.skipped == {"example:abandoned": 1, "example:not_recorded": 1}
+    assert rooms.policies.get("desk").version == 1
+    assert set(rooms.stub.adapters) == {"desk@1"}
+
+    config = TrainConfig(kl=0.1, kl_reference={"desk": 1}, minibatches=1)
+    first = await ended(rooms, await rooms.runner.submit(prepare(rooms, "k1", config=config)))
+    second = await ended(rooms, await rooms.runner.submit(prepare(rooms, "k2", config=config)))
+    for job, version in ((first, 2), (second, 3)):
+        assert job.state == "finished", job.error
+        assert job.result is not None
+        (update,) = job.result.updates
+        assert (update.version, update.metrics["step"]) == (version, version - 1), "RL counts its own steps"
+        if version == 2:
+            assert update.metrics["kl"] == 0, "the first update starts from the reference itself"
+        else:
+            assert update.metrics["kl"] > 0
+
+
+async def test_fine_tuning_on_nothing_fails_and_says_why(rooms: Rooms) -> None:
+    rooms.runner.start()
+    examples = [RecordedExample(call_id="unknown")]
+    body = SftSubmission(idempotency_key="s", policy="desk", examples=examples)
+    job = await ended(rooms, await rooms.runner.submit(body))
+    assert job.state == "failed"
+    assert "no example is left to fine-tune policy desk on (1 example:not_recorded)" in (job.error or "")
+
+
+async def test_a_reference_that_does_not_exist_fails_the_job_and_names_what_does(rooms: Rooms) -> None:
+    rooms.runner.start()
+    for key, reference, message in (
+        ("a", {"desk": 7}, "kl_reference: policy 'desk' has no version 7; it has 0"),
+        ("b", {"boss": 0}, "kl_reference: no policy is called 'boss'; there are clerk, desk"),
+    ):
+        config = TrainConfig(kl=0.1, kl_reference=reference)
+        job = await ended(rooms, await rooms.runner.submit(prepare(rooms, key, config=config)))
+        assert (job.state, job.error) == ("failed", message)
+    assert rooms.policies.head("desk").latest == 0
+
+
+async def test_distillation(stub: StubEngine, tmp_path: Path, model_dir: Path, shared: SharedTrainer) -> None:
+    vllm = StubVllm(max_model_len=64)
+    async with serving(vllm.app()) as url:
+        teachers = [TeacherAddress("big", url, None), TeacherAddress("away", "http://127.0.0.1:9", None)]
+        async with opened(tmp_path, stub, model_dir, shared, teachers) as rooms:
+            rooms.runner.start()
+
+            async def trained(key: str, teacher: str, **options: Any) -> Job:
+                config = TrainConfig(teacher=teacher, distill=0.5)
+                return await ended(rooms, await rooms.runner.submit(prepare(rooms, key, config=config, **options)))
+
+            unknown = await trained("a", "huge")
+            assert unknown.state == "failed"
+            assert "no teacher is called 'huge' (known: away, big)" in (unknown.error or "")
+            away = await trained("b", "away")
+            assert away.state == "failed"
+            assert "teacher 'away' at http://127.0.0.1:9 does not answer" in (away.error or "")
+            assert rooms.policies.head("desk").latest == 0
+
+            job = await trained("c", "big", calls=3)
+            assert job.state == "finished", job.error
+            assert job.result is not None
+            assert job.result.seconds["teacher"] > 0
+            assert job.result.updates[0].metrics["teacher_kl"] > 0
+            assert len(vllm.asked) == 6

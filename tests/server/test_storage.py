@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from uuid import UUID
 
 import numpy as np
 import pytest
@@ -14,23 +17,31 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
+from sqlalchemy import update
 
 from langgraph_art.protocol import (
+    ChatExample,
     CreatePolicy,
     GroupSubmission,
     LoraConfig,
+    RecordedExample,
     RunSubmission,
+    SftSubmission,
     Submission,
     TrainResult,
 )
 from langgraph_art_server.errors import BadRequest, Conflict, NotFound
+from langgraph_art_server.lora_targets import SERVED_LINEARS, served_linears
 from langgraph_art_server.storage.calls import CallStore
 from langgraph_art_server.storage.database import Database
-from langgraph_art_server.storage.jobs import JobStore, NewVersion
+from langgraph_art_server.storage.jobs import JobStore, NewVersion, PackingPlan
 from langgraph_art_server.storage.policies import PolicyStore
-from langgraph_art_server.storage.schema import metadata
+from langgraph_art_server.storage.retention import expire_unclaimed
+from langgraph_art_server.storage.schema import metadata, policies
 
 from .records import recorded
+from .rooms import eventually
 
 RESULT = TrainResult(updates=[], skipped={"call:stale_version": 1}, seconds={"train": 1.0})
 
@@ -40,8 +51,8 @@ def database(tmp_path: Path) -> Database:
     return Database(tmp_path / "server.db")
 
 
-def policy_store(database: Database) -> PolicyStore:
-    return PolicyStore(database, base_model="tiny", max_rank=16)
+def policy_store(database: Database, base_model: str = "tiny") -> PolicyStore:
+    return PolicyStore(database, base_model=base_model, max_rank=16, linears=SERVED_LINEARS)
 
 
 def submission(key: str = "k1", reward: float = 1.0) -> Submission:
@@ -59,15 +70,20 @@ def test_opening_again_changes_nothing(tmp_path: Path) -> None:
     assert CallStore(Database(tmp_path / "server.db")).of_run("r1") == [recorded()]
 
 
-ids = st.lists(st.integers(0, 2**31 - 1), max_size=20)
+ids = st.lists(st.integers(0, 300) | st.integers(0, 2**31 - 1), max_size=20)
+
+
+@pytest.fixture(scope="module")
+def one_store(tmp_path_factory: pytest.TempPathFactory) -> CallStore:
+    return CallStore(Database(tmp_path_factory.mktemp("calls") / "server.db"))
 
 
 @settings(max_examples=50, deadline=None)
 @given(prompt=ids, sampled=ids, logprobs=st.lists(st.floats(-1e4, 0, width=32), max_size=20))
 def test_tokens_come_back_exactly(
-    tmp_path_factory: pytest.TempPathFactory, prompt: list[int], sampled: list[int], logprobs: list[float]
+    one_store: CallStore, prompt: list[int], sampled: list[int], logprobs: list[float]
 ) -> None:
-    store = CallStore(Database(tmp_path_factory.mktemp("calls") / "server.db"))
+    store = one_store
     call = recorded(prompt_ids=prompt, sampled_ids=sampled, logprobs=logprobs)
     store.save([call])
     assert store.of_run("r1") == [call]
@@ -92,6 +108,87 @@ def test_attempts_and_choices_are_records_of_their_own(database: Database) -> No
     calls = [recorded(attempt=attempt, choice=choice) for attempt in range(2) for choice in range(2)]
     store.save(calls)
     assert sorted(store.of_ids(["c1"])["c1"], key=lambda call: (call.attempt, call.choice)) == calls
+
+
+@pytest.mark.parametrize(
+    "call_id", [str(UUID(int=5)), UUID(int=5).hex, str(UUID(int=2**127)).upper(), "", "ä", "u" * 17]
+)
+def test_any_text_is_an_id(database: Database, call_id: str) -> None:
+    store = CallStore(database)
+    call = recorded(call_id, run_id=call_id)
+    store.save([call])
+    assert store.of_run(call_id) == [call]
+    assert store.of_ids([call_id, str(UUID(int=6))]) == {call_id: [call]}
+
+
+def test_calls_that_nobody_claims_expire(database: Database) -> None:
+    store, jobs, policies = CallStore(database), JobStore(database), policy_store(database)
+    policies.create(CreatePolicy(name="desk"))
+    old, young = datetime(2026, 1, 1, tzinfo=UTC), datetime(2026, 1, 3, tzinfo=UTC)
+    jobs.add(submission())  # of run r1
+    examples = [RecordedExample(call_id="learned")]
+    jobs.add(SftSubmission(idempotency_key="s1", policy="desk", examples=examples))
+    kept = [
+        recorded("submitted", created_at=old),
+        recorded("learned", run_id="r2", created_at=old),
+        recorded("goes on", run_id="r3", created_at=old),
+        recorded("went on", run_id="r3", created_at=young),
+        recorded("chat now", run_id=None, created_at=young),
+    ]
+    gone = [recorded("beside it", run_id="r2", created_at=old), recorded("chat", run_id=None, created_at=old)]
+    store.save([*kept, *gone])
+    before = store.info()
+    assert (before.calls, before.unclaimed, before.expired) == (7, 5, 0)
+    assert before.bytes > 0
+    assert store.expire(datetime(2026, 1, 2, tzinfo=UTC)) == 2
+    assert set(store.of_ids([call.call_id for call in [*kept, *gone]])) == {call.call_id for call in kept}
+    after = store.info()
+    assert (after.calls, after.unclaimed, after.expired) == (5, 3, 2)
+    assert store.expire(datetime(2026, 1, 2, tzinfo=UTC)) == 0
+
+
+def test_a_call_that_comes_after_its_submission_is_claimed(database: Database) -> None:
+    store = CallStore(database)
+    JobStore(database).add(submission())
+    store.save([recorded()])
+    assert (store.info().unclaimed, store.expire(datetime.now(UTC))) == (0, 0)
+    assert store.of_run("r1") == [recorded()]
+
+
+def test_a_deleted_run_is_no_longer_claimed(database: Database) -> None:
+    store, jobs = CallStore(database), JobStore(database)
+    job = jobs.add(submission())
+    jobs.fail(job.id, "why")
+    store.delete_run("r1")
+    store.save([recorded()])
+    assert store.info().unclaimed == 1
+    jobs.add(submission())
+    assert store.info().unclaimed == 0, "sent again, it is claimed again"
+
+
+def test_pins_expire_unless_their_run_goes_on(database: Database) -> None:
+    store, policies, jobs = CallStore(database), policy_store(database), JobStore(database)
+    policies.create(CreatePolicy(name="desk"))
+    for pin in ("r1", "r2", "g1"):
+        policies.pin(pin, "desk")
+    job = jobs.add(submission("k2"))
+    jobs.commit(job.id, RESULT, [NewVersion("desk", 1, 0, "checkpoints/desk/1", [])])
+    policies.mark_serving("desk", 1)
+    store.expire(datetime(2026, 1, 1, tzinfo=UTC))
+    assert policies.pin("g1", "desk") == 0, "it is young"
+    later = datetime.now(UTC) + timedelta(hours=1)
+    store.save([recorded(run_id="r2", created_at=later)])
+    store.expire(later - timedelta(minutes=1))
+    assert [policies.pin(pin, "desk") for pin in ("r1", "r2", "g1")] == [1, 0, 1]
+
+
+async def test_the_server_lets_calls_expire(database: Database) -> None:
+    store = CallStore(database)
+    store.save([recorded("old"), recorded("new", run_id="r2", created_at=datetime.now(UTC))])
+    task = asyncio.create_task(expire_unclaimed(store, timedelta(hours=1)))
+    await eventually(lambda: store.info().calls == 1)
+    task.cancel()
+    assert list(store.of_ids(["old", "new"])) == ["new"]
 
 
 WRITER = """
@@ -146,6 +243,55 @@ def test_a_policy_that_could_never_be_served_is_refused(database: Database) -> N
         store.create(CreatePolicy(name="tiny"))
     with pytest.raises(BadRequest, match="--max-lora-rank"):
         store.create(CreatePolicy(name="big", lora=LoraConfig(rank=17)))
+    with pytest.raises(BadRequest, match=r"'wide': adapters on embed_tokens, lm_head cannot be served.*q_proj"):
+        store.create(CreatePolicy(name="wide", lora=LoraConfig(targets=["q_proj", "lm_head", "embed_tokens"])))
+    assert store.names() == []
+
+
+def test_the_targets_of_a_policy_are_a_set_that_is_kept(database: Database) -> None:
+    store = policy_store(database)
+    store.create(CreatePolicy(name="desk", lora=LoraConfig(targets=["v_proj", "q_proj", "v_proj"])))
+    assert store.head("desk").lora.targets == store.get("desk").lora.targets == ["q_proj", "v_proj"]
+    store.create(CreatePolicy(name="desk", lora=LoraConfig(targets=["v_proj", "q_proj"])))
+    with pytest.raises(Conflict, match="targets"):
+        store.create(CreatePolicy(name="desk"))
+
+
+def test_the_layers_of_a_model_are_read_from_its_files(tmp_path: Path) -> None:
+    assert served_linears(tmp_path) == SERVED_LINEARS, "no file tells"
+    for number, name in enumerate(["self_attn.qkv_proj.weight", "mlp.down_proj.qweight", "input_layernorm.weight"]):
+        weight = {f"model.layers.0.{name}": np.zeros((2, 2), dtype=np.float32)}
+        save_file(weight, tmp_path / f"model-{number}.safetensors", metadata={"format": "pt"})
+    assert served_linears(tmp_path) == {"qkv_proj", "down_proj"}
+
+
+def test_a_policy_of_another_base_model_is_not_known(database: Database) -> None:
+    """Its calls, and the base that its version 0 stands for, are another model's."""
+    ours, theirs = policy_store(database), policy_store(database, "large")
+    ours.create(CreatePolicy(name="desk"))
+    assert ours.pin("g1", "desk") == 0
+    job = JobStore(database).add(submission())
+    JobStore(database).commit(job.id, RESULT, [NewVersion("desk", 1, 0, "checkpoints/desk/1", ["r1"])])
+    assert (theirs.names(), theirs.all(), theirs.serving_version("desk"), theirs.pin("g1", "desk")) == (
+        [],
+        [],
+        None,
+        None,
+    )
+    with pytest.raises(NotFound, match="desk"):
+        theirs.directory("desk", 1)
+    with pytest.raises(Conflict, match="'desk' belongs to the base model tiny, and this server serves large"):
+        theirs.create(CreatePolicy(name="desk"))
+    assert theirs.directories() == {"checkpoints/desk/1"}, "its checkpoints are no orphans"
+    assert ours.directory("desk", 1) == "checkpoints/desk/1"
+
+
+def test_policies_from_before_they_knew_their_base_model(database: Database) -> None:
+    policy_store(database).create(CreatePolicy(name="desk"))
+    with database.write() as connection:
+        connection.execute(update(policies).values(base_model=None))
+    assert policy_store(database).names() == ["desk"]
+    assert policy_store(database, "large").names() == []
 
 
 def test_a_failed_job_is_queued_again_by_the_same_submission(database: Database) -> None:
@@ -247,3 +393,33 @@ def test_a_commit_is_whole_or_nothing(database: Database) -> None:
     assert policies.head("desk").latest == 1
     assert jobs.already_trained(["r1", "r2"]) == {("r1", "desk")}
     assert policies.directories() == {"checkpoints/desk/1"}
+
+
+def test_the_packing_plan_stays_with_the_job_until_it_failed(database: Database) -> None:
+    jobs = JobStore(database)
+    job = jobs.add(submission())
+    assert jobs.plan(job.id) is None
+    for plan in (PackingPlan(1024, checkpointing=False), PackingPlan(512, checkpointing=True)):
+        jobs.keep_plan(job.id, plan)
+        assert jobs.plan(job.id) == plan
+    jobs.worker_died(job.id)
+    jobs.begin(job.id)
+    assert JobStore(database).plan(job.id) == PackingPlan(512, checkpointing=True)
+    jobs.fail(job.id, "out of memory")
+    jobs.add(submission())
+    assert jobs.plan(job.id) is None, "the plan may be why it failed"
+
+
+def test_fine_tuning_is_a_job_of_its_own_kind(database: Database) -> None:
+    policies, jobs = policy_store(database), JobStore(database)
+    policies.create(CreatePolicy(name="desk"))
+    examples = [RecordedExample(call_id="c1"), ChatExample(messages=[{"role": "assistant", "content": "hi"}])]
+    body = SftSubmission(idempotency_key="s1", policy="desk", examples=examples)
+    job = jobs.add(body)
+    assert (job.kind, jobs.add(body), jobs.submission(job.id)) == ("sft", job, body)
+    with pytest.raises(Conflict, match="idempotency key 's1'"):
+        jobs.add(submission("s1"))
+    assert jobs.add(submission("k1")).kind == "train"
+    jobs.commit(job.id, RESULT, [NewVersion("desk", 1, 0, "checkpoints/desk/1", [])])
+    assert policies.head("desk").latest == 1
+    assert jobs.already_trained(["r1", ""]) == set()

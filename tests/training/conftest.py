@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
-from transformers.models.llama import modeling_llama
+from transformers import PreTrainedModel
 
 from langgraph_art_server.training.attention import TREE_ATTENTION
 from langgraph_art_server.training.model import PolicyModel
+
+from ..models import random_llama
 
 VOCABULARY = 31
 
@@ -20,38 +23,29 @@ torch.set_num_threads(1)  # tensors this small gain nothing from more
 
 def tiny_llama(*, attention: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A random two-layer Llama; always the same weights."""
-    config = LlamaConfig(
+    model = random_llama(
+        seed=7,
+        attention=attention,
         vocab_size=VOCABULARY,
         hidden_size=24,
         intermediate_size=40,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         initializer_range=0.3,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=2,
     )
-    with torch.random.fork_rng():
-        torch.manual_seed(7)
-        model = LlamaForCausalLM._from_config(config, attn_implementation=attention)
-    return model.to(dtype).eval()
-
-
-class _ExactNorm(modeling_llama.LlamaRMSNorm):
-    """RMSNorm without the cast to float32 inside, which would hide errors below 1e-8."""
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        variance = hidden_states.pow(2).mean(-1, keepdim=True)
-        return self.weight * hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+    return model.to(dtype)
 
 
 def exact(model: PreTrainedModel) -> PreTrainedModel:
-    """Makes a Llama compute in float64 throughout."""
+    """Makes a model compute in float64 throughout: its norms cast to float32 inside, which hides errors below 1e-8."""
     for module in model.modules():
-        if type(module) is modeling_llama.LlamaRMSNorm:
-            module.__class__ = _ExactNorm
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = partial(_exact_norm, module)
     return model.double()
+
+
+def _exact_norm(module: Any, x: Tensor) -> Tensor:
+    gemma = type(module).__name__.startswith("Gemma")
+    eps = module.eps if gemma else module.variance_epsilon
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * (1 + module.weight if gemma else module.weight)
 
 
 def random_weights(model: PolicyModel, seed: int = 0) -> dict[str, Tensor]:

@@ -11,15 +11,21 @@ LORA = LoraConfig(rank=3, alpha=6, seed=5)
 
 
 def call(
-    prompt: list[int], sampled: list[int], *, logprobs: list[float] | None = None, temperature: float = 1.0
+    prompt: list[int],
+    sampled: list[int],
+    *,
+    node: str = "agent",
+    logprobs: list[float] | None = None,
+    temperature: float = 1.0,
 ) -> TaskCall:
     return TaskCall(
         call_id="c",
-        node="agent",
+        node=node,
         prompt_ids=prompt,
         sampled_ids=sampled,
         logprobs=[-1.0] * len(sampled) if logprobs is None else logprobs,
         temperature=temperature,
+        version=0,
     )
 
 

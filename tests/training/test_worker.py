@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import peft
+import psutil
 import pytest
 from transformers import AutoModelForCausalLM
 
@@ -35,7 +37,7 @@ sys.meta_path.insert(0, Noisy())
 
 
 class Worker:
-    def __init__(self, model_dir: Path, root: Path) -> None:
+    def __init__(self, model_dir: Path, root: Path, token_budget: int | None = 8) -> None:
         (root / "sitecustomize.py").write_text(NOISY_IMPORT)
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join([str(root), *filter(None, sys.path)]),
@@ -46,7 +48,8 @@ class Worker:
             self.process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "langgraph_art_server.training.worker", "--model", str(model_dir)),
-                    *("--device", "cpu", "--threads", "1", "--token-budget", "8"),
+                    *("--device", "cpu", "--threads", "1"),
+                    *(() if token_budget is None else ("--token-budget", str(token_budget))),
                 ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -96,7 +99,13 @@ def groups(answer: int = 5) -> list[TaskGroup]:
 
 def test_ready_tells_device_and_size(worker: Worker, model_dir: Path) -> None:
     base = AutoModelForCausalLM.from_pretrained(model_dir)
-    assert worker.ready == {"kind": "ready", "device": "cpu", "parameters": base.num_parameters()}
+    assert worker.ready == {
+        "kind": "ready",
+        "device": "cpu",
+        "parameters": base.num_parameters(),
+        "token_budget": 8,
+        "checkpointing": False,
+    }
     assert "a library that prints to stdout" in worker.log.read_text()
     assert "and one that uses print" in worker.log.read_text()
 
@@ -177,6 +186,37 @@ def _end_of_stdin_ends_it_at_once(worker: Worker, tmp_path: Path) -> None:
     worker.process.wait(timeout=10)
     assert time.monotonic() - started < 2
     assert not (tmp_path / "long-1").exists()
+    worker.end()
+
+
+def test_too_little_memory_is_answered_by_a_smaller_plan(worker: Worker, tmp_path: Path) -> None:
+    """With the real allocator: first checkpointing, then half the tokens, as often as it takes."""
+    many = [
+        group(*[(reward, [call([first, second], [5, 6] * 20)]) for reward in (0.0, 1.0)])
+        for first in range(30)
+        for second in range(30)
+    ]
+    task = train_task(policy_task(many, tmp_path)).model_copy(update={"token_budget": 100_000, "checkpointing": False})
+    used = psutil.Process(worker.process.pid).memory_info().vms
+    resource.prlimit(worker.process.pid, resource.RLIMIT_AS, (used + 40 * 2**20, resource.RLIM_INFINITY))
+    plans = []
+    while (answer := worker.do(task)[-1])["kind"] == "back_off":
+        plans.append((answer["token_budget"], answer["checkpointing"]))
+        task = task.model_copy(update={"token_budget": plans[-1][0], "checkpointing": plans[-1][1]})
+    assert answer["kind"] == "trained"
+    assert plans == [(100_000 // 2**time, True) for time in range(len(plans))]
+    assert len(plans) > 1
+    assert answer["updates"][0]["metrics"]["token_budget"] == plans[-1][0]
+    assert answer["updates"][0]["metrics"]["gradient_checkpointing"] == 1.0
+    resource.prlimit(worker.process.pid, resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert worker.do(train_task(policy_task(groups(), tmp_path / "next")))[-1]["kind"] == "trained"
+
+
+def test_plan_of_its_own(model_dir: Path, tmp_path: Path) -> None:
+    """Without a budget the worker measures the model; a tiny one gets the largest packs."""
+    worker = Worker(model_dir, tmp_path, token_budget=None)
+    assert worker.ready["token_budget"] > 1000
+    assert worker.ready["checkpointing"] is False
     worker.end()
 
 

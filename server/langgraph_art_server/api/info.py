@@ -8,7 +8,7 @@ from importlib.metadata import version
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
-from langgraph_art.protocol import PROTOCOL_VERSION, ServerInfo
+from langgraph_art.protocol import PROTOCOL_VERSION, CallStoreInfo, ServerInfo
 from langgraph_art_server.api.dependencies import server_of
 
 router = APIRouter()
@@ -35,3 +35,9 @@ async def info(request: Request) -> ServerInfo:
         engine_error=server.engine.error,
         policies=await asyncio.to_thread(server.policies.names),
     )
+
+
+@router.get("/api/calls")
+async def calls(request: Request) -> CallStoreInfo:
+    """How much is recorded, and how much of it no submission claims."""
+    return await asyncio.to_thread(server_of(request).calls.info)

@@ -63,6 +63,8 @@ class CallHeader:
     run_id: str | None
     group_id: str | None
     node: str | None
+    recorded: bool = True
+    """Whether the client lets the call be recorded."""
 
     @property
     def pin(self) -> str | None:
@@ -84,19 +86,21 @@ class Capture:
         header: Who makes the call.
         body: The request as the client sent it.
         target: What its model name meant.
+        strict_tools: Whether the engine holds every tool call to a grammar, whatever the request says.
     """
 
-    def __init__(self, header: CallHeader, body: dict[str, Any], target: Target) -> None:
+    def __init__(self, header: CallHeader, body: dict[str, Any], target: Target, *, strict_tools: bool = False) -> None:
         self.header = header
         self._body = body
         self._target = target
+        self._strict_tools = strict_tools
         self._wants_logprobs = bool(body.get("logprobs"))
         self._wants_ids = bool(body.get("return_token_ids"))
         self._wants_reasoning = body.get("include_reasoning") is not False
         self._wants_usage = not body.get("stream") or bool((body.get("stream_options") or {}).get("include_usage"))
         self._prompt_ids: list[int] = []
         self._choices: dict[int, _Choice] = {}
-        self._sampled_tokens: int | None = None
+        self._usage: dict[str, Any] = {}
         self._created_at = datetime.now(UTC)
 
     def request(self, engine_model: str, max_tokens: int) -> dict[str, Any]:
@@ -123,7 +127,7 @@ class Capture:
         """
         usage = part.get("usage")
         if usage:
-            self._sampled_tokens = usage["completion_tokens"]
+            self._usage = usage
         if part.get("prompt_token_ids"):
             self._prompt_ids = part["prompt_token_ids"]
         if not self._wants_ids:
@@ -159,8 +163,8 @@ class Capture:
         """The call as the store keeps it, one record for each choice."""
         status: Literal["complete", "abandoned", "failed"]
         status = "failed" if failed else "complete" if self.finished else "abandoned"
-        sampled = sum(len(choice.sampled_ids) for choice in self._choices.values())
-        agrees = self._sampled_tokens is None or self._sampled_tokens == sampled
+        counts = len(self._prompt_ids), sum(len(choice.sampled_ids) for choice in self._choices.values())
+        agrees = counts == (self._usage.get("prompt_tokens"), self._usage.get("completion_tokens"))
         return [
             RecordedCall(
                 call_id=self.header.call_id,
@@ -189,11 +193,14 @@ class Capture:
         body = self._body
         tool_choice = body.get("tool_choice")
         response_format = body.get("response_format") or {}
+        tools = [] if tool_choice == "none" else body.get("tools") or []
         return (
             tool_choice not in (None, "none", "auto")
             or response_format.get("type", "text") != "text"
             or bool(body.get("structured_outputs"))
-            or any((tool.get("function") or {}).get("strict") for tool in body.get("tools") or [])
+            or any((tool.get("function") or {}).get("strict") for tool in tools)
+            # vLLM limits the number of calls by a grammar, too.
+            or (bool(tools) and (self._strict_tools or body.get("parallel_tool_calls") is False))
         )
 
     def _untrainable(self, index: int, choice: _Choice, status: str, *, agrees: bool) -> str | None:
@@ -207,8 +214,6 @@ class Capture:
             return "no_ids"
         if not agrees or len(choice.sampled_ids) != len(choice.logprobs):
             return "ids_disagree"
-        if self._constrained:
-            return "constrained"
         temperature = self._body.get("temperature")
         # Below this vLLM samples at another temperature than the request says.
         if temperature is not None and temperature < _LOWEST_TEMPERATURE:
@@ -216,4 +221,5 @@ class Capture:
         for key, neutral in _NEUTRAL.items():
             if self._body.get(key) not in neutral:
                 return "altered_distribution"
-        return None
+        # Last, because training on such calls is a choice, and then it must be all that is wrong with them.
+        return "constrained" if self._constrained else None

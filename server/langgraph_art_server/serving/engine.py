@@ -271,6 +271,13 @@ class Engine:
         return self._settings.tool_parser or self._family.tool_parser
 
     @property
+    def strict_tools(self) -> bool:
+        """Whether vLLM holds every tool call to a grammar: as it was told, or because its parser always does."""
+        given = " ".join(self._settings.engine_args).replace("=", " ").split()
+        told = "--tool-strict-level" in given[:-1] and given[given.index("--tool-strict-level") + 1] != "auto"
+        return told or self.tool_parser in ("glm45", "glm47")
+
+    @property
     def reasoning_parser(self) -> str | None:
         """Reasoning parser in use."""
         return self._settings.reasoning_parser or self._family.reasoning_parser

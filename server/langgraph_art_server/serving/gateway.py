@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 from urllib.parse import unquote
@@ -21,7 +21,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from langgraph_art import protocol
-from langgraph_art_server.errors import ApiError, BadRequest, Unavailable, body_of
+from langgraph_art_server.errors import ApiError, BadRequest, Conflict, Unavailable, body_of
 from langgraph_art_server.serving.adapters import Adapters
 from langgraph_art_server.serving.capture import CallHeader, Capture
 from langgraph_art_server.serving.compute import ComputeLease
@@ -45,7 +45,8 @@ class Gateway:
         self._compute = compute
         # What the prompt leaves of the context is vLLM's to work out.
         self._default_max_tokens = min(default_max_tokens, engine.max_model_len)
-        self._open: dict[str, int] = {}
+        self._open: dict[str, int] = {}  # by call id: requests whose records may still come
+        self._open_runs: dict[str, int] = {}  # by run id
         self._closed = asyncio.Condition()
 
     async def chat(
@@ -65,9 +66,9 @@ class Gateway:
         if not isinstance(body.get("model"), str):
             raise BadRequest("the request names no model", code="model_not_found")
         async with AsyncExitStack() as held:
-            await held.enter_async_context(self._opened(header.call_id))
+            await held.enter_async_context(self._opened(header))
             target = await self._adapters.resolve(body["model"], header.pin)
-            capture = Capture(header, body, target)
+            capture = Capture(header, body, target, strict_tools=self._engine.strict_tools)
             # Held while the engine works, not until a slow client has read the last chunk.
             working = await held.enter_async_context(AsyncExitStack())
             await working.enter_async_context(self._engine_time())
@@ -99,6 +100,22 @@ class Gateway:
             await self._record(capture)
             return Response(orjson.dumps(answer), media_type="application/json", headers=answer_headers)
 
+    async def tokenize(self, headers: Mapping[str, str], body: dict[str, Any]) -> Response:
+        """Answer vLLM's ``/tokenize``: token ids of a text, or of messages as the chat template puts them in a prompt.
+
+        Raises:
+            ApiError: The request was refused, or the engine could not answer.
+        """
+        header = _header(headers)
+        if not isinstance(body.get("model"), str):
+            raise BadRequest("the request names no model", code="model_not_found")
+        await self._adapters.resolve(body["model"], None)
+        await self._engine.wait_ready()
+        answer = await self._ask_tokenizer(header, body)
+        if answer.status_code != 200:
+            raise await self._refusal(answer, header, body)
+        return Response(answer.content, media_type="application/json")
+
     async def wait_ready(self) -> None:
         """Wait until calls are served.
 
@@ -119,6 +136,15 @@ class Gateway:
             except TimeoutError:
                 # The join reports such calls one by one.
                 return
+
+    def require_closed(self, run_id: str) -> None:
+        """Refuse if a call of this run is open.
+
+        Raises:
+            Conflict: One is.
+        """
+        if run_id in self._open_runs:
+            raise Conflict(f"run {run_id} has an open call: wait until it has ended", code="run_in_use")
 
     @asynccontextmanager
     async def _engine_time(self) -> AsyncIterator[None]:
@@ -196,6 +222,8 @@ class Gateway:
         events.put_nowait(None)
 
     async def _record(self, capture: Capture, *, failed: bool = False) -> None:
+        if not capture.header.recorded:
+            return
         try:
             await asyncio.to_thread(self._calls.save, capture.records(failed=failed))
         except (OSError, SQLAlchemyError) as error:
@@ -226,11 +254,7 @@ class Gateway:
 
     async def _context_error(self, header: CallHeader, body: dict[str, Any], message: str) -> ApiError:
         limit = self._engine.max_model_len
-        question = {"model": self._engine.model.name, "messages": body.get("messages"), "tools": body.get("tools")}
-        try:
-            answer = await self._engine.http.post("/tokenize", json=question)
-        except httpx.TransportError as error:
-            raise _engine_gone(header) from error
+        answer = await self._ask_tokenizer(header, {"messages": body.get("messages"), "tools": body.get("tools")})
         if answer.status_code != 200:
             return BadRequest(f"the prompt is too long{_at(header)}: {message}", code="context_length_exceeded")
         count = answer.json()["count"]
@@ -242,8 +266,16 @@ class Gateway:
             code="context_length_exceeded",
         )
 
-    def _opened(self, call_id: str) -> _Opened:
-        return _Opened(self._open, self._closed, call_id)
+    async def _ask_tokenizer(self, header: CallHeader, body: dict[str, Any]) -> httpx.Response:
+        # The base model's: no adapter changes it, so none has to be loaded.
+        try:
+            return await self._engine.http.post("/tokenize", json={**body, "model": self._engine.model.name})
+        except httpx.TransportError as error:
+            raise _engine_gone(header) from error
+
+    def _opened(self, header: CallHeader) -> _Opened:
+        runs = [] if header.run_id is None else [(self._open_runs, header.run_id)]
+        return _Opened([(self._open, header.call_id), *runs], self._closed)
 
 
 class _HeldStream(StreamingResponse):
@@ -259,18 +291,20 @@ class _HeldStream(StreamingResponse):
 
 
 class _Opened:
-    """Counts a call as open while its record may still come."""
+    """Counts a call and its run as open while its record may still come."""
 
-    def __init__(self, calls: dict[str, int], closed: asyncio.Condition, call_id: str) -> None:
-        self._calls, self._closed, self._call_id = calls, closed, call_id
+    def __init__(self, entries: Sequence[tuple[dict[str, int], str]], closed: asyncio.Condition) -> None:
+        self._entries, self._closed = entries, closed
 
     async def __aenter__(self) -> None:
-        self._calls[self._call_id] = self._calls.get(self._call_id, 0) + 1
+        for counts, key in self._entries:
+            counts[key] = counts.get(key, 0) + 1
 
     async def __aexit__(self, *_: object) -> None:
-        self._calls[self._call_id] -= 1
-        if not self._calls[self._call_id]:
-            del self._calls[self._call_id]
+        for counts, key in self._entries:
+            counts[key] -= 1
+            if not counts[key]:
+                del counts[key]
         await asyncio.shield(asyncio.ensure_future(self._notify()))
 
     async def _notify(self) -> None:
@@ -292,12 +326,16 @@ async def _end(task: asyncio.Task[None]) -> None:
 def _header(headers: Mapping[str, str]) -> CallHeader:
     retry = headers.get(protocol.HEADER_RETRY, "0")
     node = headers.get(protocol.HEADER_NODE)
+    record = headers.get(protocol.HEADER_RECORD)
+    if record not in (None, "none"):
+        raise BadRequest(f"{protocol.HEADER_RECORD}: {record!r} is not 'none', leave the header out to record the call")
     return CallHeader(
         call_id=headers.get(protocol.HEADER_CALL) or uuid.uuid4().hex,
         attempt=int(retry) if retry.isdecimal() and len(retry) < 6 else 0,
         run_id=headers.get(protocol.HEADER_RUN) or None,
         group_id=headers.get(protocol.HEADER_GROUP) or None,
         node=unquote(node) if node is not None else None,
+        recorded=record is None,
     )
 
 

@@ -1,7 +1,8 @@
 """Jobs: submissions on disk, from accepted to finished.
 
 Invariant: a submission is stored before it is acknowledged, and the transaction that ends its training also adds every
-new version and marks every trained run. So a job either trained as a whole, once, or not at all.
+new version and marks every trained run. So a job either trained as a whole, once, or not at all. The packing plan is
+stored before anything is computed with it, so a retry computes what the attempt before it did.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from datetime import UTC, datetime
 
 from sqlalchemy import RowMapping, func, insert, select, update
 
-from langgraph_art.protocol import Job, JobState, Submission, TrainResult
+from langgraph_art.protocol import Job, JobState, SftSubmission, Submission, TrainResult
 from langgraph_art_server.errors import Conflict, NotFound
+from langgraph_art_server.storage.calls import claim
 from langgraph_art_server.storage.database import Database
 from langgraph_art_server.storage.policies import add_version
 from langgraph_art_server.storage.schema import jobs, trained_runs
@@ -25,7 +27,7 @@ from langgraph_art_server.storage.schema import jobs, trained_runs
 
 @dataclass(frozen=True)
 class NewVersion:
-    """A version that a job trained: its checkpoint directory and the runs that went into it."""
+    """A version that a job trained: its checkpoint directory and the runs that RL may not train again."""
 
     policy: str
     version: int
@@ -34,16 +36,27 @@ class NewVersion:
     run_ids: Sequence[str]
 
 
+@dataclass(frozen=True)
+class PackingPlan:
+    """What decides, with the tokens, which forward passes a job is computed in."""
+
+    token_budget: int
+    """Tokens per pack."""
+    checkpointing: bool
+    """Whether activations are computed again in the backward pass."""
+
+
 class JobStore:
     """Reads and writes jobs."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def add(self, submission: Submission) -> Job:
+    def add(self, submission: Submission | SftSubmission) -> Job:
         """Store a submission durably, or return the job that its idempotency key already has.
 
-        A job that failed trained nothing, so the same submission again queues it again.
+        A job that failed trained nothing, so the same submission again queues it again, and its packing is planned
+        anew: the old plan may be why it failed.
 
         Raises:
             Conflict: The key was used with another body.
@@ -59,6 +72,7 @@ class JobStore:
                     insert(jobs).values(
                         id=uuid.uuid4().hex,
                         sequence=last + 1,
+                        kind="sft" if isinstance(submission, SftSubmission) else "train",
                         idempotency_key=submission.idempotency_key,
                         body_sha256=digest,
                         body=zlib.compress(body),
@@ -67,11 +81,14 @@ class JobStore:
                         created_at=time.time(),
                     )
                 )
+                claim(connection, submission)
                 row = connection.execute(query).mappings().one()
             elif row["state"] == "failed" and row["body_sha256"] == digest:
-                connection.execute(
-                    update(jobs).where(jobs.c.id == row["id"]).values(state="queued", error=None, worker_deaths=0)
-                )
+                fresh = {"error": None, "worker_deaths": 0, "token_budget": None, "checkpointing": None}
+                # The body as well: a run that was deleted in between has been taken out of the stored one.
+                again = update(jobs).where(jobs.c.id == row["id"])
+                connection.execute(again.values(state="queued", body=zlib.compress(body), **fresh))
+                claim(connection, submission)
                 row = connection.execute(query).mappings().one()
         if row["body_sha256"] != digest:
             raise Conflict(
@@ -92,11 +109,28 @@ class JobStore:
             raise NotFound(f"no job has the id {job_id!r}")
         return _job(row)
 
-    def submission(self, job_id: str) -> Submission:
+    def submission(self, job_id: str) -> Submission | SftSubmission:
         """The body that a job was made from."""
         with self._database.read() as connection:
-            body = connection.execute(select(jobs.c.body).where(jobs.c.id == job_id)).scalar_one()
-        return Submission.model_validate_json(zlib.decompress(body))
+            kind, body = connection.execute(select(jobs.c.kind, jobs.c.body).where(jobs.c.id == job_id)).one()
+        return (SftSubmission if kind == "sft" else Submission).model_validate_json(zlib.decompress(body))
+
+    def plan(self, job_id: str) -> PackingPlan | None:
+        """The packing plan of a job; ``None`` until it has one."""
+        with self._database.read() as connection:
+            budget, checkpointing = connection.execute(
+                select(jobs.c.token_budget, jobs.c.checkpointing).where(jobs.c.id == job_id)
+            ).one()
+        return None if budget is None else PackingPlan(budget, checkpointing)
+
+    def keep_plan(self, job_id: str, plan: PackingPlan) -> None:
+        """Store the packing plan that the job will be computed with from here on."""
+        with self._database.write(durable=True) as connection:
+            connection.execute(
+                update(jobs)
+                .where(jobs.c.id == job_id)
+                .values(token_budget=plan.token_budget, checkpointing=plan.checkpointing)
+            )
 
     def next(self, *states: JobState) -> str | None:
         """Id of the oldest job in one of ``states``."""
@@ -131,10 +165,11 @@ class JobStore:
                     job_id=job_id,
                     directory=new.directory,
                 )
-                connection.execute(
-                    insert(trained_runs),
-                    [{"run_id": run_id, "policy": new.policy, "version": new.version} for run_id in new.run_ids],
-                )
+                if new.run_ids:  # an empty list would insert one row of defaults
+                    connection.execute(
+                        insert(trained_runs),
+                        [{"run_id": run_id, "policy": new.policy, "version": new.version} for run_id in new.run_ids],
+                    )
 
     def finish(self, job_id: str, result: TrainResult) -> None:
         """Every new version is serving."""
@@ -170,6 +205,7 @@ class JobStore:
 def _job(row: RowMapping) -> Job:
     return Job(
         id=row["id"],
+        kind=row["kind"],
         idempotency_key=row["idempotency_key"],
         state=row["state"],
         created_at=datetime.fromtimestamp(row["created_at"], UTC),

@@ -20,7 +20,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from langgraph_art.protocol import LoraConfig, Message, TrainConfig
+from langgraph_art.protocol import LoraConfig, Message, SftConfig, TrainConfig
+from langgraph_art_server.training.task import Lineage
 
 ADAPTER = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -36,9 +37,9 @@ class TrainerState(Message):
     version: int
     parent: int
     step: int
-    """Optimizer steps taken since version 0."""
+    """Optimizer steps that the moments stand for: those since version 0, or since the last fine-tuning."""
     lora: LoraConfig
-    config: TrainConfig
+    config: TrainConfig | SftConfig
     """The configuration of the last step."""
 
 
@@ -49,7 +50,8 @@ class Checkpoint:
     weights: dict[str, Tensor]
     """Adapter weights by their names in a PEFT folder."""
     optimizer: dict[str, Tensor]
-    """Optimizer moments: ``<weight>.exp_avg`` and ``<weight>.exp_avg_sq``."""
+    """Optimizer moments: ``<weight>.exp_avg`` and ``<weight>.exp_avg_sq``. Empty after supervised fine-tuning, whose
+    gradients say nothing about those of RL: the next update starts with moments of zero."""
     state: TrainerState
 
 
@@ -97,6 +99,29 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     if state.format != TrainerState.model_fields["format"].default:
         raise ValueError(f"{state.policy}@{state.version} was written in format {state.format}, which is unknown here")
     return Checkpoint(load_file(directory / ADAPTER), load_file(directory / OPTIMIZER), state)
+
+
+def read_parent(task: Lineage) -> Checkpoint | None:
+    """Reads the version that a task trains from; ``None`` for version 0, which is made from the policy's seed.
+
+    Raises:
+        FileNotFoundError: If the directory or one of its files is missing.
+        ValueError: If the checkpoint is not that of the task's policy, version and adapter.
+    """
+    if task.parent_dir is None:
+        if task.parent != 0:
+            raise ValueError(
+                f"{task.policy}@{task.parent} has no checkpoint directory; only version 0 is made from seed"
+            )
+        return None
+    parent = read_checkpoint(Path(task.parent_dir))
+    expected, found = (
+        (task.policy, task.parent, task.lora),
+        (parent.state.policy, parent.state.version, parent.state.lora),
+    )
+    if expected != found:
+        raise ValueError(f"the parent's checkpoint does not belong to the task: expected {expected}, found {found}")
+    return parent
 
 
 def _on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -11,22 +11,25 @@ import logging
 import shutil
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
 from sqlalchemy.exc import OperationalError
 
-from langgraph_art.protocol import Job, Submission, TrainResult
-from langgraph_art_server.errors import Unavailable
+from langgraph_art.protocol import ChatExample, Job, RecordedExample, SftSubmission, Submission, TrainResult
+from langgraph_art_server.errors import NotFound, Unavailable
 from langgraph_art_server.serving.adapters import Adapters
 from langgraph_art_server.serving.compute import ComputeLease
 from langgraph_art_server.serving.gateway import Gateway
 from langgraph_art_server.storage.calls import CallStore
 from langgraph_art_server.storage.jobs import JobStore, NewVersion
 from langgraph_art_server.storage.policies import Head, PolicyStore
-from langgraph_art_server.training.join import Joined, join
-from langgraph_art_server.training.task import PolicyTask, TrainTask
-from langgraph_art_server.training.trainer import TaskFailed, Trainer, WorkerDied
+from langgraph_art_server.training.examples import ChatTokenizer, recorded_answers
+from langgraph_art_server.training.join import join
+from langgraph_art_server.training.task import Lineage, PolicyTask, SftTask, Trained, TrainTask
+from langgraph_art_server.training.teacher import Teacher, TeacherFailed
+from langgraph_art_server.training.trainer import OutOfMemory, TaskFailed, Trainer, WorkerDied
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +54,8 @@ class Runner:
         adapters: Adapters,
         compute: ComputeLease,
         trainer: Trainer,
+        chat_tokenizer: ChatTokenizer,
+        teachers: Mapping[str, Teacher],
     ) -> None:
         self._data_dir = data_dir
         self._jobs = jobs
@@ -60,6 +65,8 @@ class Runner:
         self._adapters = adapters
         self._compute = compute
         self._trainer = trainer
+        self._chat_tokenizer = chat_tokenizer
+        self._teachers = teachers
         self._queued = asyncio.Event()
         self._changed = asyncio.Condition()
         # (packs done, packs in all) of the job in hand; not worth storing.
@@ -78,7 +85,7 @@ class Runner:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._trainer.stop()
 
-    async def submit(self, submission: Submission) -> Job:
+    async def submit(self, submission: Submission | SftSubmission) -> Job:
         """Store a submission and let it be worked on."""
         job = await asyncio.to_thread(self._jobs.add, submission)
         self._queued.set()
@@ -129,7 +136,7 @@ class Runner:
         if job.state != "trained":
             try:
                 await self._train(job)
-            except (OSError, OperationalError):
+            except (OSError, OperationalError, Unavailable):
                 raise
             except WorkerDied as error:
                 deaths = await asyncio.to_thread(self._jobs.worker_died, job_id)
@@ -162,20 +169,24 @@ class Runner:
         begun = time.time()
         seconds = {"queue": begun - job.created_at.timestamp()}
         submission = await asyncio.to_thread(self._jobs.submission, job.id)
-        joined, heads = await self._join(submission)
+        skipped: Counter[str] = Counter()
+        warnings: list[str] = []
+        task: TrainTask | SftTask
+        if isinstance(submission, SftSubmission):
+            task = await self._sft_task(job.id, submission, skipped)
+        else:
+            task = await self._train_task(job.id, submission, skipped, warnings)
         seconds["join"] = time.time() - begun
-        task = self._task_for(job, submission, joined, heads)
+        if isinstance(task, TrainTask) and task.config.teacher is not None:
+            begun = time.time()
+            await self._ask_teacher(task.config.teacher, task, skipped)
+            seconds["teacher"] = time.time() - begun
         begun = time.time()
-        try:
-            async with self._compute.update():
-                trained = await self._trainer.train(task, lambda done, total: self._on_progress(job.id, done, total))
-        except BaseException:
-            self._delete(task)
-            raise
+        trained = await self._compute_task(task)
         seconds["train"] = time.time() - begun
-        joined.skipped.update(trained.skipped)
-        result = TrainResult(updates=trained.updates, skipped=dict(joined.skipped), seconds=seconds)
-        parts = {part.policy: part for part in task.policies}
+        skipped.update(trained.skipped)
+        result = TrainResult(updates=trained.updates, skipped=dict(skipped), seconds=seconds, warnings=warnings)
+        parts = {part.policy: part for part in _parts(task)}
         versions = [
             NewVersion(
                 policy=update.policy,
@@ -195,7 +206,35 @@ class Runner:
                 self._delete(task)
             raise
 
-    async def _join(self, submission: Submission) -> tuple[Joined, dict[str, Head]]:
+    async def _compute_task(self, task: TrainTask | SftTask) -> Trained:
+        """Have a task computed with the job's packing plan, and with a smaller one each time that memory runs out."""
+        job_id = task.task_id
+        plan = await asyncio.to_thread(self._jobs.plan, job_id)
+        if plan is None:
+            plan = await self._trainer.plan()
+            await asyncio.to_thread(self._jobs.keep_plan, job_id, plan)
+        while True:
+            planned = task.model_copy(
+                update={"token_budget": plan.token_budget, "checkpointing": plan.checkpointing},
+            )
+            try:
+                async with self._compute.update():
+                    return await self._trainer.train(
+                        planned, lambda done, total: self._on_progress(job_id, done, total)
+                    )
+            except OutOfMemory as error:
+                self._delete(task)
+                plan = error.plan
+                log.warning("job %s ran out of memory; trying again with %s", job_id, plan)
+                await asyncio.to_thread(self._jobs.keep_plan, job_id, plan)
+            except BaseException:
+                self._delete(task)
+                raise
+
+    async def _train_task(
+        self, job_id: str, submission: Submission, skipped: Counter[str], warnings: list[str]
+    ) -> TrainTask:
+        """The submission joined with its tokens."""
         runs = [run for group in submission.groups for run in group.runs]
         call_ids = [claim.call_id for run in runs for claim in run.calls]
         await self._gateway.wait_closed(call_ids, _OPEN_CALLS_TIMEOUT)
@@ -207,26 +246,90 @@ class Runner:
         recorded = await asyncio.to_thread(self._calls.ids_of_runs, [run.run_id for run in runs])
         if unclaimed := len(recorded - set(call_ids)):
             joined.skipped["call:unclaimed"] = unclaimed
-        return joined, heads
-
-    def _task_for(self, job: Job, submission: Submission, joined: Joined, heads: dict[str, Head]) -> TrainTask:
-        parts = []
-        for policy, groups in sorted(joined.groups.items()):
-            head = heads[policy]
-            # Unique to this attempt: nothing of an earlier one can be taken for this one's.
-            out_dir = self._data_dir / CHECKPOINTS / policy / f"{head.latest + 1}-{uuid.uuid4().hex[:12]}"
-            parts.append(
-                PolicyTask(
-                    policy=policy,
-                    lora=head.lora,
-                    parent=head.latest,
-                    parent_dir=None if head.directory is None else str(self._data_dir / head.directory),
-                    version=head.latest + 1,
-                    out_dir=str(out_dir),
-                    groups=groups,
-                )
+        skipped.update(joined.skipped)
+        warnings.extend(joined.warnings)
+        references = await self._references(submission.config.kl_reference)
+        parts = [
+            PolicyTask(
+                **self._lineage(policy, heads[policy]).model_dump(),
+                reference_dir=references.get(policy),
+                groups=groups,
             )
-        return TrainTask(task_id=job.id, config=submission.config, policies=parts)
+            for policy, groups in sorted(joined.groups.items())
+        ]
+        return TrainTask(task_id=job_id, config=submission.config, policies=parts)
+
+    async def _sft_task(self, job_id: str, submission: SftSubmission, skipped: Counter[str]) -> SftTask:
+        """The examples as tokens: those that were sampled, for recorded calls, else those of the chat template."""
+        claimed = [example.call_id for example in submission.examples if isinstance(example, RecordedExample)]
+        chats = [example for example in submission.examples if isinstance(example, ChatExample)]
+        await self._gateway.wait_closed(claimed, _OPEN_CALLS_TIMEOUT)
+        sequences = recorded_answers(claimed, await asyncio.to_thread(self._calls.of_ids, claimed), skipped)
+        if chats:
+            await self._need_engine("to tokenize examples")
+            sequences += await self._chat_tokenizer.sequences(chats, skipped)
+        if not sequences:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
+            raise TaskFailed(f"no example is left to fine-tune policy {submission.policy} on ({reasons})")
+        head = await asyncio.to_thread(self._policies.head, submission.policy)
+        return SftTask(
+            task_id=job_id,
+            config=submission.config,
+            policy=self._lineage(submission.policy, head),
+            examples=sequences,
+        )
+
+    async def _need_engine(self, why: str) -> None:
+        """Wait until the engine serves; the job fails if it will not, instead of keeping all others waiting."""
+        try:
+            await self._gateway.wait_ready()
+        except Unavailable as error:
+            raise TaskFailed(f"the engine is needed {why}, but {error.message}") from error
+
+    def _lineage(self, policy: str, head: Head) -> Lineage:
+        # Unique to this attempt: nothing of an earlier one can be taken for this one's.
+        out_dir = self._data_dir / CHECKPOINTS / policy / f"{head.latest + 1}-{uuid.uuid4().hex[:12]}"
+        return Lineage(
+            policy=policy,
+            lora=head.lora,
+            parent=head.latest,
+            parent_dir=None if head.directory is None else str(self._data_dir / head.directory),
+            version=head.latest + 1,
+            out_dir=str(out_dir),
+        )
+
+    async def _references(self, wanted: Mapping[str, int]) -> dict[str, str]:
+        """Checkpoint directories of the versions to stay close to; version 0, the base model, has none."""
+        found = {}
+        for policy, version in wanted.items():
+            try:
+                directory = await asyncio.to_thread(self._policies.directory, policy, version)
+            except NotFound as error:
+                raise TaskFailed(f"kl_reference: {await self._what_there_is(policy, error)}") from error
+            if directory is not None:
+                found[policy] = str(self._data_dir / directory)
+        return found
+
+    async def _what_there_is(self, policy: str, error: NotFound) -> str:
+        names = await asyncio.to_thread(self._policies.names)
+        if policy not in names:
+            return f"no policy is called {policy!r}; there are {', '.join(names)}"
+        versions = (await asyncio.to_thread(self._policies.get, policy)).versions
+        return f"{error.message}; it has {', '.join(str(version.version) for version in versions)}"
+
+    async def _ask_teacher(self, name: str, task: TrainTask, skipped: Counter[str]) -> None:
+        """Fill in what the teacher says to every sampled token; serving goes on meanwhile."""
+        if name not in self._teachers:
+            known = ", ".join(sorted(self._teachers)) or "none"
+            raise TaskFailed(
+                f"no teacher is called {name!r} (known: {known}); start the server with --teacher {name}=URL"
+            )
+        calls = [call for part in task.policies for group in part.groups for run in group.runs for call in run.calls]
+        await self._need_engine("to compare its tokens with the teacher's")
+        try:
+            await self._teachers[name].score(calls, skipped)
+        except TeacherFailed as error:
+            raise TaskFailed(str(error)) from error
 
     async def _serve(self, job_id: str, policy: str, version: int) -> None:
         """Load a version, as long as it takes, and move the plain name to it."""
@@ -234,6 +337,8 @@ class Runner:
             try:
                 await self._adapters.load(policy, version)
                 break
+            except NotFound:
+                break  # of another base model than this server's: a server of its own will load it when it is asked for
             except Unavailable as error:
                 log.warning("%s@%d is trained, not serving yet: %s", policy, version, error.message)
                 await asyncio.to_thread(self._jobs.not_serving, job_id, f"{policy}@{version}: {error.message}")
@@ -255,8 +360,8 @@ class Runner:
         async with self._changed:
             self._changed.notify_all()
 
-    def _delete(self, task: TrainTask) -> None:
-        for part in task.policies:
+    def _delete(self, task: TrainTask | SftTask) -> None:
+        for part in _parts(task):
             shutil.rmtree(part.out_dir, ignore_errors=True)
 
     def _delete_orphans(self) -> None:
@@ -266,3 +371,7 @@ class Runner:
             if directory.is_dir() and str(directory.relative_to(self._data_dir)) not in owned:
                 log.info("deleting %s, left by an update that did not finish", directory.name)
                 shutil.rmtree(directory)
+
+
+def _parts(task: TrainTask | SftTask) -> Sequence[Lineage]:
+    return task.policies if isinstance(task, TrainTask) else [task.policy]

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field, TypeAdapter
 
-from langgraph_art.protocol import LoraConfig, Message, PolicyUpdate, TrainConfig
+from langgraph_art.protocol import LoraConfig, Message, PolicyUpdate, SftConfig, TrainConfig
+
+
+def _number(value: object) -> object:
+    """JSON has no NaN; pydantic writes it as ``null``. The trainer is to count such a call, not to refuse the task."""
+    return float("nan") if value is None else value
 
 
 def _numbers(values: object) -> object:
-    """JSON has no NaN; pydantic writes it as ``null``. The trainer is to count such a call, not to refuse the task."""
-    return [float("nan") if value is None else value for value in values] if isinstance(values, list) else values
+    return [_number(value) for value in values] if isinstance(values, list) else values
 
 
 class TaskCall(Message):
@@ -27,8 +31,12 @@ class TaskCall(Message):
     sampled_ids: list[int]
     logprobs: Annotated[list[float], BeforeValidator(_numbers)]
     """Behaviour logprob of each sampled id."""
-    temperature: float
+    temperature: Annotated[float, BeforeValidator(_number)]
     """Sampling temperature; the trainer divides its logits by it."""
+    version: int
+    """Version of the policy that sampled it."""
+    teacher_logprobs: Annotated[list[float], BeforeValidator(_numbers)] | None = None
+    """The teacher's logprob of each sampled id, at the same temperature; ``None`` where none was asked."""
 
 
 class TaskRun(Message):
@@ -36,6 +44,10 @@ class TaskRun(Message):
 
     run_id: str
     reward: float
+    node_rewards: dict[str, float] = Field(default_factory=dict)
+    """Mean reward of the run at each node path that has one."""
+    nodes: list[str] = Field(default_factory=list)
+    """Paths of all nodes at which it made calls, those of other policies and those that are not trained included."""
     calls: list[TaskCall]
 
 
@@ -46,8 +58,8 @@ class TaskGroup(Message):
     runs: list[TaskRun]
 
 
-class PolicyTask(Message):
-    """The update of one policy."""
+class Lineage(Message):
+    """A policy, the version that it is trained from, and the one that it becomes."""
 
     policy: str
     lora: LoraConfig
@@ -58,6 +70,13 @@ class PolicyTask(Message):
     """Number of the new version."""
     out_dir: str
     """Directory to write the new checkpoint into; it does not exist yet and is unique to this attempt."""
+
+
+class PolicyTask(Lineage):
+    """The update of one policy."""
+
+    reference_dir: str | None = None
+    """Directory of the version that the KL divergence is measured to; ``None`` means the base model."""
     groups: list[TaskGroup]
 
 
@@ -67,7 +86,38 @@ class TrainTask(Message):
     kind: Literal["train"] = "train"
     task_id: str
     config: TrainConfig
+    token_budget: int | None = None
+    """Tokens per pack; ``None`` leaves it to the worker. With ``checkpointing`` it decides the packing plan, so the
+    server stores both with the job before it sends the task, and a retry has the same ones."""
+    checkpointing: bool | None = None
+    """Whether activations are computed again in the backward pass; ``None`` leaves it to the worker."""
     policies: list[PolicyTask]
+
+
+class SftSequence(Message):
+    """One answer to learn, with what it answers."""
+
+    prompt_ids: list[int]
+    answer_ids: list[int]
+    """All of them are trained, the end token included."""
+
+
+class SftTask(Message):
+    """One supervised fine-tuning of one policy."""
+
+    kind: Literal["sft"] = "sft"
+    task_id: str
+    config: SftConfig
+    token_budget: int | None = None
+    """As in :class:`TrainTask`."""
+    checkpointing: bool | None = None
+    """As in :class:`TrainTask`."""
+    policy: Lineage
+    examples: list[SftSequence]
+
+
+TASK: TypeAdapter[TrainTask | SftTask] = TypeAdapter(Annotated[TrainTask | SftTask, Field(discriminator="kind")])
+"""Reads either kind of task."""
 
 
 class Progress(Message):
@@ -90,6 +140,15 @@ class Trained(Message):
     skipped: dict[str, int]
 
 
+class BackOff(Message):
+    """Memory ran out; nothing of the task may be used. The same task may fit with this plan, once that is stored."""
+
+    kind: Literal["back_off"] = "back_off"
+    task_id: str
+    token_budget: int
+    checkpointing: bool
+
+
 class Failed(Message):
     """The task failed; nothing of it may be used."""
 
@@ -109,3 +168,7 @@ class Ready(Message):
     device: Literal["cpu", "cuda"]
     parameters: int
     """Parameters of the base model."""
+    token_budget: int
+    """Tokens per pack that should fit into the memory that is free; the plan of a job that has none yet."""
+    checkpointing: bool
+    """Whether that budget counts on gradient checkpointing."""

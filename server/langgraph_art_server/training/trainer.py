@@ -9,22 +9,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, TypeAdapter
 
 from langgraph_art_server.config import ServerSettings
 from langgraph_art_server.device import Device
 from langgraph_art_server.models import BaseModel
-from langgraph_art_server.training.task import Failed, Progress, Ready, Trained, TrainTask
+from langgraph_art_server.storage.jobs import PackingPlan
+from langgraph_art_server.training.task import BackOff, Failed, Progress, Ready, SftTask, Trained, TrainTask
 
 log = logging.getLogger(__name__)
 
 # A result holds numbers only; this leaves room for very many policies.
 _LINE_LIMIT = 64 * 1024 * 1024
+
+
+_MESSAGE: TypeAdapter[Ready | Progress | Trained | BackOff | Failed] = TypeAdapter(
+    Annotated[Ready | Progress | Trained | BackOff | Failed, Field(discriminator="kind")]
+)
 
 
 class WorkerDied(Exception):
@@ -33,6 +41,18 @@ class WorkerDied(Exception):
 
 class TaskFailed(Exception):
     """The worker refused or could not do the task; trying again would fail again."""
+
+
+class OutOfMemory(Exception):
+    """The task did not fit into memory; nothing was trained.
+
+    Args:
+        plan: With which it may fit.
+    """
+
+    def __init__(self, plan: PackingPlan) -> None:
+        super().__init__(plan)
+        self.plan = plan
 
 
 class Trainer:
@@ -45,6 +65,7 @@ class Trainer:
         self._log_path = log_path
         self._process: asyncio.subprocess.Process | None = None
         self._starting = asyncio.Lock()
+        self._plan: PackingPlan | None = None
 
     async def start(self) -> None:
         """Start the worker and wait until it has loaded the base model; nothing happens if it runs.
@@ -69,9 +90,25 @@ class Trainer:
             ready = await self._receive(self._process)
             if not isinstance(ready, Ready):
                 raise WorkerDied(f"the trainer worker did not start: {ready}")
+            self._plan = PackingPlan(ready.token_budget, ready.checkpointing)
+            if self._settings.quantized_apart:
+                log.warning(
+                    "engine and trainer round the base model differently, so their logprobs disagree: jobs that name "
+                    "no correction get token_truncation"
+                )
             log.info("trainer ready on %s, base model of %.0fM parameters", ready.device, ready.parameters / 1e6)
 
-    async def train(self, task: TrainTask, on_progress: Callable[[int, int], None]) -> Trained:
+    async def plan(self) -> PackingPlan:
+        """What fits into the memory that the worker found free.
+
+        Raises:
+            WorkerDied: It ended while it started.
+        """
+        await self.start()
+        assert self._plan is not None
+        return self._plan
+
+    async def train(self, task: TrainTask | SftTask, on_progress: Callable[[int, int], None]) -> Trained:
         """Do one task.
 
         Args:
@@ -81,6 +118,7 @@ class Trainer:
         Raises:
             WorkerDied: The process ended before it answered.
             TaskFailed: It said why it could not do it.
+            OutOfMemory: It may fit with another packing plan.
             OSError: It could not do it now; a full disk, for example.
         """
         await self.start()
@@ -88,7 +126,7 @@ class Trainer:
         assert process is not None
         assert process.stdin is not None
         try:
-            process.stdin.write(task.model_dump_json().encode() + b"\n")
+            process.stdin.write(self._corrected(task).model_dump_json().encode() + b"\n")
             await process.stdin.drain()
             while True:
                 message = await self._receive(process)
@@ -97,6 +135,8 @@ class Trainer:
                         on_progress(message.done, message.total)
                     case Trained():
                         return message
+                    case BackOff():
+                        raise OutOfMemory(PackingPlan(message.token_budget, message.checkpointing))
                     case Failed():
                         log.error("task %s failed\n%s", task.task_id, message.traceback)
                         raise OSError(message.error) if message.retry else TaskFailed(message.error)
@@ -109,6 +149,11 @@ class Trainer:
             await self.stop()
             raise
 
+    def _corrected(self, task: TrainTask | SftTask) -> TrainTask | SftTask:
+        if isinstance(task, SftTask) or task.config.correction is not None or not self._settings.quantized_apart:
+            return task
+        return task.model_copy(update={"config": task.config.model_copy(update={"correction": "token_truncation"})})
+
     async def stop(self) -> None:
         """End the worker at once; what it has not handed over is lost, by design."""
         process, self._process = self._process, None
@@ -117,15 +162,13 @@ class Trainer:
                 process.kill()
             await process.wait()
 
-    async def _receive(self, process: asyncio.subprocess.Process) -> Ready | Progress | Trained | Failed:
+    async def _receive(self, process: asyncio.subprocess.Process) -> Ready | Progress | Trained | BackOff | Failed:
         assert process.stdout is not None
         line = await process.stdout.readline()
         if not line.endswith(b"\n"):
             await process.wait()
             raise WorkerDied(self._epitaph(process))
-        kind = json.loads(line)["kind"]
-        message = {"ready": Ready, "progress": Progress, "trained": Trained, "failed": Failed}[kind]
-        return message.model_validate_json(line)  # type: ignore[attr-defined, no-any-return]
+        return _MESSAGE.validate_json(line)
 
     def _epitaph(self, process: asyncio.subprocess.Process) -> str:
         tail = self._log_path.read_bytes()[-2000:].decode(errors="replace").splitlines()[-10:]
@@ -140,6 +183,8 @@ class Trainer:
         command += ["--model", str(self._model.directory), "--device", self._device]
         if self._settings.token_budget is not None:
             command += ["--token-budget", str(self._settings.token_budget)]
+        if self._settings.trainer_quantization is not None:
+            command += ["--quantization", self._settings.trainer_quantization]
         return command
 
     def _environment(self) -> dict[str, str]:

@@ -7,7 +7,8 @@ The last sampled token of a call predicts nothing, so it is a target but no node
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,8 +24,11 @@ class TreeCall:
     logprobs: list[float]
     """Behaviour logprob of each sampled id."""
     temperature: float
-    coefficient: float
-    """Weight times advantage of each of its sampled tokens."""
+    advantage: float
+    weight: float = 1.0
+    """Of each of its sampled tokens."""
+    teacher_logprobs: list[float] | None = None
+    """A teacher's logprob of each sampled id; ``None`` without distillation."""
 
     @property
     def path(self) -> list[int]:
@@ -60,10 +64,16 @@ class Pack:
     """int64 [S]."""
     entry_targets: Tensor
     """int64 [E]."""
-    entry_coefficients: Tensor
-    """float64 [E]: weight times advantage."""
+    entry_calls: Tensor
+    """int64 [E]: index of the call in this pack, from 0, ascending; all entries of a call are in one pack."""
+    entry_advantages: Tensor
+    """float64 [E]."""
+    entry_weights: Tensor
+    """float64 [E]."""
     entry_logprobs: Tensor
     """float64 [E]: behaviour logprobs."""
+    entry_teacher: Tensor
+    """float64 [E]: the teacher's logprobs; NaN where there is none."""
 
     def __len__(self) -> int:
         """Number of tokens computed."""
@@ -75,15 +85,16 @@ class Pack:
 
 
 def build_packs(calls: Sequence[TreeCall], token_budget: int) -> list[Pack]:
-    """Splits calls into packs of at most ``token_budget`` tokens, counted after merging.
+    """Splits calls into packs of about ``token_budget`` tokens, counted after merging.
 
     Calls are taken in the order of their token ids, which is depth-first order of their common tree, so that calls
     with a long common prefix land together. A pack whose longest call is over half the budget may grow to twice that
-    call instead: starting another pack would compute most of it again.
+    call instead, and to twice the budget at most: starting another pack would compute most of it again. A call that is
+    longer than that is alone with what it contains.
 
     Args:
         calls: Calls of one policy, over all groups.
-        token_budget: Tokens per pack, at least 1.
+        token_budget: Tokens per pack, at least 1. No pack holds more than twice as many, unless its longest call does.
 
     Returns:
         The packs. They depend on the calls and the budget only, not on the order of the calls with different tokens.
@@ -94,7 +105,8 @@ def build_packs(calls: Sequence[TreeCall], token_budget: int) -> list[Pack]:
     for call in sorted(calls, key=lambda call: call.path):
         path = call.path
         new = len(path) - _common_prefix(previous, path)
-        if not packs or size + new > max(token_budget, 2 * max(longest, len(path))):
+        deepest = max(longest, len(path))
+        if not packs or size + new > max(token_budget, deepest, 2 * min(token_budget, deepest)):
             packs.append([])
             size, longest, new = 0, 0, len(path)
         packs[-1].append(call)
@@ -109,8 +121,9 @@ def build_tree(calls: Sequence[TreeCall]) -> Pack:
     ends: list[int] = []
     open_nodes: list[int] = []  # nodes of the path that the previous call took, root first
     previous: list[int] = []
-    sampled: list[tuple[int, float, int, float, float]] = []  # node, temperature, token, coefficient, logprob
-    for call in sorted(calls, key=lambda call: call.path):
+    sampled: list[tuple[int, float, int]] = []  # node, temperature, token of each entry
+    ordered = sorted(calls, key=lambda call: call.path)
+    for call in ordered:
         path = call.path
         shared = _common_prefix(previous, path)
         _close(open_nodes, shared, ends, len(token_ids))
@@ -120,12 +133,11 @@ def build_tree(calls: Sequence[TreeCall]) -> Pack:
             token_ids.append(token)
             ends.append(0)
         nodes = open_nodes[len(call.prompt_ids) - 1 :]
-        for node, token, logprob in zip(nodes, call.sampled_ids, call.logprobs, strict=True):
-            sampled.append((node, call.temperature, token, call.coefficient, logprob))
+        sampled += [(node, call.temperature, token) for node, token in zip(nodes, call.sampled_ids, strict=True)]
         previous = path
     _close(open_nodes, 0, ends, len(token_ids))
     rows = {key: index for index, key in enumerate(sorted({entry[:2] for entry in sampled}))}
-    targets = {key: index for index, key in enumerate(sorted({entry[:3] for entry in sampled}))}
+    targets = {key: index for index, key in enumerate(sorted(set(sampled)))}
     return Pack(
         token_ids=torch.tensor(token_ids),
         positions=torch.tensor(list(_depths(parents))),
@@ -135,10 +147,28 @@ def build_tree(calls: Sequence[TreeCall]) -> Pack:
         row_temperatures=torch.tensor([temperature for _, temperature in rows], dtype=torch.float64),
         target_rows=torch.tensor([rows[node, temperature] for node, temperature, _ in targets]),
         target_tokens=torch.tensor([token for _, _, token in targets]),
-        entry_targets=torch.tensor([targets[entry[:3]] for entry in sampled]),
-        entry_coefficients=torch.tensor([coefficient for _, _, _, coefficient, _ in sampled], dtype=torch.float64),
-        entry_logprobs=torch.tensor([logprob for _, _, _, _, logprob in sampled], dtype=torch.float64),
+        entry_targets=torch.tensor([targets[entry] for entry in sampled]),
+        entry_calls=torch.tensor([index for index, call in enumerate(ordered) for _ in call.sampled_ids]),
+        entry_advantages=_per_token(ordered, lambda call: [call.advantage] * len(call.sampled_ids)),
+        entry_weights=_per_token(ordered, lambda call: [call.weight] * len(call.sampled_ids)),
+        entry_logprobs=_per_token(ordered, lambda call: call.logprobs),
+        entry_teacher=_per_token(ordered, _teacher),
     )
+
+
+def _per_token(calls: Sequence[TreeCall], values: Callable[[TreeCall], list[float]]) -> Tensor:
+    """float64 [E]: what ``values`` gives for each call, one value for each of its sampled tokens."""
+    per_token: list[float] = []
+    for call in calls:
+        of_call = values(call)
+        if len(of_call) != len(call.sampled_ids):
+            raise ValueError(f"a call of {len(call.sampled_ids)} sampled tokens has {len(of_call)} logprobs")
+        per_token += of_call
+    return torch.tensor(per_token, dtype=torch.float64)
+
+
+def _teacher(call: TreeCall) -> list[float]:
+    return [math.nan] * len(call.sampled_ids) if call.teacher_logprobs is None else call.teacher_logprobs
 
 
 def _close(open_nodes: list[int], depth: int, ends: list[int], end: int) -> None:

@@ -21,9 +21,6 @@ import traceback
 from pathlib import Path
 from typing import TextIO
 
-TOKEN_BUDGET = 1024
-"""Default tokens per pack."""
-
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the worker until stdin ends.
@@ -35,7 +32,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--model", type=Path, required=True, help="directory of the base model")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--threads", type=int, help="threads to compute with; default: what PyTorch chooses")
-    parser.add_argument("--token-budget", type=int, default=TOKEN_BUDGET, help="tokens per forward pass")
+    parser.add_argument("--token-budget", type=int, help="tokens per forward pass; default: what fits into memory")
+    parser.add_argument("--quantization", choices=["4bit", "8bit"], help="pack the base model with bitsandbytes")
     options = parser.parse_args(arguments)
 
     messages = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -61,9 +59,11 @@ def _serve(options: argparse.Namespace, lines: queue.SimpleQueue[bytes], message
     import torch
 
     from langgraph_art.protocol import Message
+    from langgraph_art_server.training.memory import free_memory, plan_passes, release_memory
     from langgraph_art_server.training.model import PolicyModel
+    from langgraph_art_server.training.sft import run_sft
     from langgraph_art_server.training.step import run_task
-    from langgraph_art_server.training.task import Failed, Progress, Ready, TrainTask
+    from langgraph_art_server.training.task import TASK, Failed, Progress, Ready, SftTask
 
     def send(message: Message) -> None:
         print(message.model_dump_json(), file=messages, flush=True)
@@ -73,24 +73,38 @@ def _serve(options: argparse.Namespace, lines: queue.SimpleQueue[bytes], message
     device = options.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = PolicyModel.load(options.model, device)
-    send(Ready(device=device, parameters=model.base_parameters))
+    model = PolicyModel.load(options.model, device, options.quantization)
+    budget, checkpointing = plan_passes(model, free_memory(model.device), options.token_budget)
+    send(
+        Ready(
+            device=device,
+            parameters=model.base_parameters,
+            token_budget=budget,
+            checkpointing=checkpointing,
+        )
+    )
     while True:
         line = lines.get()
         task_id = ""
         try:
             content = json.loads(line)
             task_id = str(content.get("task_id", "")) if isinstance(content, dict) else ""
-            task = TrainTask.model_validate(content)
+            task = TASK.validate_python(content)
 
             def report(done: int, total: int, task_id: str = task_id) -> None:
                 send(Progress(task_id=task_id, done=done, total=total))
 
-            send(run_task(model, task, token_budget=options.token_budget, on_progress=report))
+            tokens = budget if task.token_budget is None else task.token_budget
+            again = checkpointing if task.checkpointing is None else task.checkpointing
+            if isinstance(task, SftTask):
+                send(run_sft(model, task, token_budget=tokens, checkpointing=again, on_progress=report))
+            else:
+                send(run_task(model, task, token_budget=tokens, checkpointing=again, on_progress=report))
         except Exception as error:
             message = " ".join(f"{type(error).__name__}: {error}".split())
             retry = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
             send(Failed(task_id=task_id, error=message, traceback=traceback.format_exc(), retry=retry))
+        release_memory(model.device)
 
 
 if __name__ == "__main__":
