@@ -40,7 +40,7 @@ SUM = (
 
 def main(groups: Annotated[int, typer.Option(help="Groups of each shape; 25 times as many chats.")] = 40) -> None:
     """Fill a store with each shape and look at its file."""
-    shapes = {name: _measure(list(shape(groups))) for name, shape in SHAPES.items()}
+    shapes = {name: measure(list(shape(groups))) for name, shape in SHAPES.items()}
     worst = {
         name: max(shape[name] for shape in shapes.values())
         for name in ("bytes_per_prompt_token", "bytes_per_sampled_token", "metadata_bytes_per_call")
@@ -82,7 +82,8 @@ SHAPES: dict[str, Callable[[int], Iterator[RecordedCall]]] = {
 }
 
 
-def _measure(calls: list[RecordedCall]) -> dict[str, float]:
+def measure(calls: list[RecordedCall]) -> dict[str, float]:
+    """Save calls one by one, read them, and look at the file."""
     with tempfile.TemporaryDirectory() as directory:
         database = Database(Path(directory) / "server.db")
         empty = database.size()

@@ -500,7 +500,10 @@ class ServerInfo(Message):
     max_model_len: int
     """Context length in tokens, prompt and answer together."""
     device: Literal["cpu", "cuda"]
-    engine: Literal["starting", "ready", "failed", "stopped"]
+    engine: Literal["starting", "ready", "idle", "failed", "stopped"]
+    """``idle``: put to rest for want of calls; the next one wakes it."""
+    engine_phase: str | None = None
+    """What the engine is doing while it starts, such as ``loading the weights``."""
     engine_error: str | None = None
     """Last log lines of the engine if it failed."""
     policies: list[PolicyName]

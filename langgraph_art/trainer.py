@@ -218,7 +218,7 @@ class Trainer:
         async with AsyncClient(self.server.url if self.server is not None else self._url) as client:
             while (info := await client.info()).engine == "starting":
                 await asyncio.sleep(1.0)
-            if info.engine != "ready":
+            if info.engine not in ("ready", "idle"):
                 reason = f"\n{info.engine_error}" if info.engine_error else ""
                 raise ServerUnreachable(
                     f"The engine of the server at {client.url} is {info.engine}. Restart the server.{reason}"

@@ -326,15 +326,19 @@ def check_engine_start() -> Iterator[Check]:
     from langgraph_art_server.device import resolve_device
     from langgraph_art_server.errors import Unavailable
     from langgraph_art_server.models import ModelNotFound, find_model
-    from langgraph_art_server.serving.engine import Engine
     from langgraph_art_server.serving.families import family_of
+    from langgraph_art_server.serving.managed import ManagedEngine
+    from langgraph_art_server.serving.vllm_command import VllmCommand
 
     settings = ServerSettings()
     start = time.monotonic()
 
     async def run(log_path: Path) -> None:
         model = find_model(settings.model)
-        engine = Engine(settings, model, family_of(model), resolve_device(settings.device), log_path)
+        device = resolve_device(settings.device)
+        engine = ManagedEngine(
+            VllmCommand(settings, model, family_of(model), device), settings, model, device, log_path
+        )
         engine.start()
         try:
             await engine.wait_ready()

@@ -62,6 +62,16 @@ def serve(
         str | None, typer.Option(help="File with a Jinja chat template; default: by model family, else the model's.")
     ] = None,
     start_timeout: Annotated[float | None, typer.Option(help="Seconds until the engine must have answered.")] = None,
+    idle_timeout: Annotated[
+        float | None, typer.Option(help="Seconds without a call until the engine rests; the next call wakes it.")
+    ] = None,
+    engine_url: Annotated[
+        str | None, typer.Option(help="A vLLM server of your own to use; its key: LANGGRAPH_ART_SERVER_ENGINE_API_KEY.")
+    ] = None,
+    gpu_sharing: Annotated[
+        str | None, typer.Option(help="CUDA, one GPU: split (default) or sleep, the engine sleeping during updates.")
+    ] = None,
+    train_gpu: Annotated[int | None, typer.Option(help="CUDA: index of a GPU for the trainer alone.")] = None,
 ) -> None:
     """Serve a base model and its policies: OpenAI-compatible gateway, call store, trainer.
 
@@ -104,6 +114,10 @@ def serve(
         "reasoning_parser": reasoning_parser,
         "chat_template": chat_template,
         "start_timeout": start_timeout,
+        "idle_timeout": idle_timeout,
+        "engine_url": engine_url,
+        "gpu_sharing": gpu_sharing,
+        "train_gpu": train_gpu,
         "engine_args": arguments or None,
     }
     try:

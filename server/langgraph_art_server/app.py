@@ -20,15 +20,18 @@ from starlette.exceptions import HTTPException
 from langgraph_art.protocol import CreatePolicy
 from langgraph_art_server.api import info, jobs, openai, policies, runs, sft
 from langgraph_art_server.config import ServerSettings, TeacherAddress
-from langgraph_art_server.device import resolve_device
+from langgraph_art_server.device import Device, resolve_device
 from langgraph_art_server.errors import ApiError, BadRequest, Unauthorized, body_of
 from langgraph_art_server.lora_targets import served_linears
-from langgraph_art_server.models import ModelNotFound, find_model
+from langgraph_art_server.models import BaseModel, ModelNotFound, find_model
 from langgraph_art_server.serving.adapters import Adapters
 from langgraph_art_server.serving.compute import ComputeLease
-from langgraph_art_server.serving.engine import Engine, describe
+from langgraph_art_server.serving.engine import Engine
+from langgraph_art_server.serving.external import ExternalEngine
 from langgraph_art_server.serving.families import family_of
 from langgraph_art_server.serving.gateway import Gateway
+from langgraph_art_server.serving.managed import ManagedEngine
+from langgraph_art_server.serving.vllm_command import VllmCommand
 from langgraph_art_server.storage.calls import CallStore
 from langgraph_art_server.storage.database import Database
 from langgraph_art_server.storage.jobs import JobStore
@@ -78,7 +81,9 @@ def connect(
     )
     calls, jobs = CallStore(database), JobStore(database)
     adapters = Adapters(engine, policies, data_dir)
-    compute = ComputeLease(exclusive=engine.device == "cpu")
+    shared = settings.engine_url is None and (engine.device == "cpu" or settings.gpu_sharing == "sleep")
+    compute = ComputeLease(exclusive=shared, aside=engine.aside)
+    engine.busy = compute.in_use
     gateway = Gateway(engine, adapters, calls, compute, settings.default_max_tokens)
     runner = Runner(
         data_dir=data_dir,
@@ -100,8 +105,10 @@ def create_app(settings: ServerSettings) -> FastAPI:
 
     Raises:
         ModelNotFound: The base model cannot be had, or cannot be trained exactly.
+        ValueError: An option has no effect on the device.
     """
     device = resolve_device(settings.device)
+    settings.check_device(device)
     model = find_model(settings.model)
     if problem := unsupported(model.config):
         raise ModelNotFound(f"--model {settings.model!r}: {problem}; take another model")
@@ -112,7 +119,7 @@ def create_app(settings: ServerSettings) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         database = Database(data_dir / "server.db")
-        engine = Engine(settings, model, family_of(model), device, logs / "engine.log")
+        engine = _engine(settings, model, device, logs / "engine.log")
         addresses = [TeacherAddress.parse(text) for text in settings.teachers]
         teachers = {
             address.name: Teacher(address, settings.teacher_api_keys.get(address.name), engine) for address in addresses
@@ -123,7 +130,6 @@ def create_app(settings: ServerSettings) -> FastAPI:
         for name in settings.policies:
             if name not in existing:
                 server.policies.create(CreatePolicy(name=name))
-        log.info("engine: %s", describe(engine))
         engine.start()
         server.runner.start()
         expiry = asyncio.create_task(expire_unclaimed(server.calls, timedelta(hours=settings.keep_unclaimed_hours)))
@@ -146,6 +152,14 @@ def create_app(settings: ServerSettings) -> FastAPI:
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _unexpected_error)
     return app
+
+
+def _engine(settings: ServerSettings, model: BaseModel, device: Device, log_path: Path) -> Engine:
+    if settings.engine_url is not None:
+        return ExternalEngine(settings, model, device)
+    command = VllmCommand(settings, model, family_of(model), device)
+    log.info("engine: %s", command.describe())
+    return ManagedEngine(command, settings, model, device, log_path)
 
 
 def _require(api_key: str) -> Callable[[Request], None]:

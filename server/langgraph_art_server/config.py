@@ -36,6 +36,20 @@ RESERVED_ENGINE_ARGS = frozenset(
 )
 """What the server decides itself: the engine must be reachable by it alone, and its logprobs must be exact."""
 
+_OF_A_MANAGED_ENGINE = frozenset(
+    {
+        "chat_template",
+        "dtype",
+        "engine_args",
+        "gpu_sharing",
+        "idle_timeout",
+        "kv_cache_gb",
+        "max_concurrency",
+        "reasoning_parser",
+        "tool_parser",
+    }
+)
+
 
 @dataclass(frozen=True)
 class TeacherAddress:
@@ -140,6 +154,19 @@ class ServerSettings(BaseSettings):
 
     start_timeout: float = Field(default=600, gt=0)
     """Seconds that the engine may take to answer its first request."""
+    idle_timeout: float | None = Field(default=None, gt=0)
+    """Seconds without a call after which the engine is ended to free its memory; the next call starts it again, which
+    takes as long as at first. Default: never."""
+    engine_url: str | None = None
+    """A vLLM server of your own to use instead of a managed one, such as ``http://127.0.0.1:8000``. It must take
+    adapters at run time and see ``data_dir`` under the same path."""
+    engine_api_key: SecretStr | None = None
+    """Key of the server at ``engine_url``."""
+    gpu_sharing: Literal["split", "sleep"] | None = None
+    """CUDA on one GPU: ``split`` gives the engine a fixed share of the memory (the default), ``sleep`` all that the
+    trainer does not need, and the engine sleeps, with calls held, while an update runs."""
+    train_gpu: int | None = Field(default=None, ge=0)
+    """CUDA: index of a GPU that the trainer has to itself; the engine gets the others, and serving never waits."""
     token_budget: int | None = Field(default=None, ge=64)
     """Tokens in one forward pass of the trainer; default: what fits into the memory that is free when it starts."""
     trainer_quantization: Literal["4bit", "8bit"] | None = None
@@ -152,3 +179,27 @@ class ServerSettings(BaseSettings):
         words = " ".join(self.engine_args).replace("=", " ").split()
         engine = next((value for name, value in pairwise(words) if name in ("--quantization", "-q")), None)
         return (engine, self.trainer_quantization) not in ((None, None), ("bitsandbytes", "4bit"))
+
+    @model_validator(mode="after")
+    def _have_effect(self) -> Self:
+        """Refuse options that would do nothing."""
+        if self.engine_url is None:
+            if self.engine_api_key is not None:
+                raise ValueError("engine_api_key is the key of the server at engine_url: give that, too")
+        elif without_effect := sorted(self.model_fields_set & _OF_A_MANAGED_ENGINE):
+            raise ValueError(
+                f"{', '.join(without_effect)}: the vLLM server at engine_url was started with its own; leave it out"
+            )
+        if self.gpu_sharing is not None and self.train_gpu is not None:
+            raise ValueError("gpu_sharing is about one GPU for both; with train_gpu the trainer has one to itself")
+        return self
+
+    def check_device(self, device: str) -> None:
+        """Refuse options of another device than the one that was found.
+
+        Raises:
+            ValueError: The message names the option.
+        """
+        wrong = {"cpu": ["gpu_sharing", "train_gpu"], "cuda": ["kv_cache_gb"]}[device]
+        if without_effect := sorted(self.model_fields_set & {*wrong}):
+            raise ValueError(f"{', '.join(without_effect)} has no effect on the device {device}: leave it out")

@@ -20,7 +20,7 @@ def serve(settings: ServerSettings) -> None:
     """Serve until SIGINT or SIGTERM, then stop the engine and return.
 
     Raises:
-        CannotServe: The port or the data directory is taken.
+        CannotServe: The port or the data directory is taken, or an option has no effect on the device.
         ModelNotFound: The base model cannot be had.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -40,8 +40,12 @@ def serve(settings: ServerSettings) -> None:
     with lock, listener:
         host, port = listener.getsockname()[:2]
         logging.getLogger(__name__).info("listening on http://%s:%d", host, port)
+        try:
+            app = create_app(settings)
+        except ValueError as error:
+            raise CannotServe(str(error)) from error
         config = uvicorn.Config(
-            create_app(settings),
+            app,
             log_level="warning",
             # Streams in flight get this long after the signal.
             timeout_graceful_shutdown=5,

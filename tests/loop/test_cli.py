@@ -264,6 +264,7 @@ def test_serve_offers_every_setting() -> None:
         "teachers",
         "api_key",
         "teacher_api_keys",
+        "engine_api_key",
     }
     assert options == set(config.ServerSettings.model_fields), "keys come from the environment only"
 

@@ -20,7 +20,6 @@ from langgraph_art_server.app import Server, connect, create_app
 from langgraph_art_server.config import ServerSettings, TeacherAddress
 from langgraph_art_server.models import BaseModel
 from langgraph_art_server.serving.engine import Engine
-from langgraph_art_server.serving.families import Family
 from langgraph_art_server.storage.database import Database
 from langgraph_art_server.storage.jobs import NewVersion
 from langgraph_art_server.training.teacher import Teacher
@@ -34,18 +33,28 @@ LORA = LoraConfig(rank=3, alpha=6, seed=5)
 class AttachedEngine(Engine):
     """The real engine object, attached to a stub that runs already instead of a vLLM process of its own."""
 
-    def __init__(self, stub: StubEngine, model: BaseModel, log_path: Path) -> None:
-        super().__init__(ServerSettings(max_model_len=stub.max_model_len), model, Family(), "cpu", log_path)
+    def __init__(self, stub: StubEngine, model: BaseModel) -> None:
+        super().__init__(model, "cpu", stub.max_model_len)
+        self._stub = stub
         self._http = httpx.AsyncClient(base_url=stub.url, timeout=None, trust_env=False)
         self._become("ready")
 
-    def crash(self) -> None:
-        """What the supervision does when the process ends."""
-        self._become("starting")
-        self.on_restart()
+    def start(self) -> None:
+        """It runs already."""
 
-    def come_back(self) -> None:
+    async def stop(self) -> None:
+        """It goes on."""
+        await self._disconnect()
+        self._become("stopped")
+
+    def crash(self) -> None:
+        """What the supervision does when the process ends; the next one has nothing loaded."""
+        self._stub.adapters.clear()
+        self._become("starting")
+
+    async def come_back(self) -> None:
         """What it does when the next process answers."""
+        await self.on_ready()
         self._become("ready")
 
 
@@ -107,7 +116,7 @@ async def open_rooms(
     model = BaseModel(stub.name, model_dir, json.loads((model_dir / "config.json").read_text()))
     database = Database(data_dir / "server.db")
     settings = ServerSettings(token_budget=64)
-    engine = AttachedEngine(stub, model, data_dir / "engine.log")
+    engine = AttachedEngine(stub, model)
     trainer = trainer or Trainer(settings, model, "cpu", data_dir / "trainer.log")
     known = {teacher.name: Teacher(teacher, None, engine, patience=0.5) for teacher in teachers}
     server = connect(settings, data_dir, database, engine, trainer, known)

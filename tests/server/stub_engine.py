@@ -97,9 +97,21 @@ class StubEngine:
         name: Served name of the base model.
         max_model_len: Context length in tokens.
         refuse_first: So many requests are answered 503, as by a server that listens but is not ready.
+        vocabulary: Number of token ids; others are refused.
+        takes_adapters: Whether adapters can be loaded at run time.
+        raw_logprobs: Whether logprobs leave the temperature out.
     """
 
-    def __init__(self, name: str = "tiny", max_model_len: int = 64, refuse_first: int = 0) -> None:
+    def __init__(
+        self,
+        name: str = "tiny",
+        max_model_len: int = 64,
+        refuse_first: int = 0,
+        *,
+        vocabulary: int = 64,
+        takes_adapters: bool = True,
+        raw_logprobs: bool = False,
+    ) -> None:
         self.name = name
         self.max_model_len = max_model_len
         self.url = ""
@@ -108,9 +120,15 @@ class StubEngine:
         """Loaded adapters: directory by name."""
         self.refuse_loads: deque[tuple[int, str]] = deque()
         """Status and message for the next loads; ``{path}`` stands for the directory."""
+        self.asleep = False
+        self.wakes = True
+        """Whether it wakes up when told to."""
         self.computing = 0
         """Chat completions in work now."""
         self._refuse_first = refuse_first
+        self._vocabulary = vocabulary
+        self._takes_adapters = takes_adapters
+        self._raw_logprobs = raw_logprobs
         self._answers: deque[Answer] = deque()
         self._waiting: list[Answer] = []
 
@@ -152,9 +170,15 @@ class StubEngine:
             case "/v1/chat/completions":
                 await self._chat(logged.body, receive, noted)
             case "/v1/completions":
-                await _json(noted, {"object": "text_completion", "choices": [{"index": 0, "text": "w"}]})
+                await self._complete(logged.body, noted)
             case "/detokenize":
                 await _json(noted, {"prompt": text_of(logged.body["tokens"])})
+            case "/v1/models":
+                card = {"id": self.name, "root": "/models/" + self.name, "max_model_len": self.max_model_len}
+                adapters = [{"id": name, "parent": self.name} for name in self.adapters]
+                await _json(noted, {"object": "list", "data": [card, *adapters]})
+            case path if path.endswith("_lora_adapter") and not self._takes_adapters:
+                await _json(noted, {"detail": "Not Found"}, 404)
             case "/tokenize":
                 if logged.body["model"] != self.name:
                     await _error(noted, 404, f"The model `{logged.body['model']}` does not exist.")
@@ -170,10 +194,28 @@ class StubEngine:
                 await self._load(logged.body["lora_name"], logged.body["lora_path"], noted)
             case "/v1/unload_lora_adapter":
                 await self._unload(logged.body["lora_name"], noted)
+            case "/sleep":
+                self.asleep = True
+                await _json(noted, {"status": "sleeping"})
+            case "/wake_up":
+                self.asleep = self.asleep and not self.wakes
+                await _json(noted, {}, 200 if self.wakes else 500)
+            case "/is_sleeping":
+                await _json(noted, {"is_sleeping": self.asleep})
             case "/requests":
                 await _json(noted, [[request.path, request.status] for request in self.requests])
             case _:
                 await _error(noted, 404, "Not Found")
+
+    async def _complete(self, body: dict[str, Any], send: Send) -> None:
+        if not all(0 <= token < self._vocabulary for token in body["prompt"]):
+            await _error(send, 400, f"token id {max(body['prompt'])} is out of vocabulary")
+            return
+        choice: dict[str, Any] = {"index": 0, "text": "w"}
+        if body.get("logprobs"):
+            top = -2.0 if self._raw_logprobs or body.get("temperature", 1) <= 1 else -2.5
+            choice["logprobs"] = {"top_logprobs": [{PIECE: top}]}
+        await _json(send, {"object": "text_completion", "choices": [choice]})
 
     async def _load(self, name: str, path: str, send: Send) -> None:
         if self.refuse_loads:
@@ -389,6 +431,8 @@ def main() -> None:
     parser.add_argument("--environment", type=Path, help="file to write the environment to")
     parser.add_argument("--die", type=int, metavar="CODE", help="print a failure and end with this exit code")
     parser.add_argument("--silent", action="store_true", help="never listen")
+    parser.add_argument("--say", nargs="*", default=[], help="lines for the log")
+    parser.add_argument("--never-wake", action="store_true", help="fail to wake up")
     options = parser.parse_args()
     if options.environment:
         options.environment.write_text(json.dumps(dict(os.environ)))
@@ -396,10 +440,12 @@ def main() -> None:
         print("(EngineCore pid=7) ValueError: the cause of it all", file=sys.stderr)
         print("(APIServer pid=6) RuntimeError: Engine core initialization failed", file=sys.stderr)
         sys.exit(options.die)
+    print("\n".join(options.say), flush=True)
     if options.silent:
         time.sleep(600)
     app = StubEngine(refuse_first=options.refuse_first)
-    uvicorn.run(app, host="127.0.0.1", port=options.port, lifespan="off", log_level="critical", proxy_headers=False)
+    app.wakes = not options.never_wake
+    uvicorn.run(app, host="127.0.0.1", port=options.port, lifespan="off", log_level="error", proxy_headers=False)
 
 
 if __name__ == "__main__":

@@ -102,35 +102,56 @@ async def test_room_is_made_by_unloading_the_idlest_that_nobody_uses(rooms: Room
     assert "desk@3" in rooms.stub.adapters
 
 
-async def test_more_versions_in_use_than_have_room_are_all_kept(rooms: Rooms) -> None:
-    for _ in range(LIVE_ADAPTERS + 1):
+async def test_more_versions_in_use_than_have_room_wait_for_it(rooms: Rooms) -> None:
+    for _ in range(LIVE_ADAPTERS + 2):
         rooms.add_version("desk")
-    entered, leave = asyncio.Semaphore(0), asyncio.Event()
+    entered, leave = asyncio.Semaphore(0), asyncio.Semaphore(0)
+    most = 0
 
     async def call(version: int) -> None:
+        nonlocal most
         async with rooms.adapters.lease(Target("desk", version)) as name:
+            most = max(most, len(rooms.stub.adapters))
             entered.release()
-            await leave.wait()
+            await leave.acquire()
             assert name in rooms.stub.adapters
 
     async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        for version in range(1, LIVE_ADAPTERS + 2):
+        for version in range(1, LIVE_ADAPTERS + 3):
             tasks.create_task(call(version))
-        for _ in range(LIVE_ADAPTERS + 1):
+        for _ in range(LIVE_ADAPTERS):
             await entered.acquire()
-        leave.set()
-    assert rooms.stub.bodies(UNLOAD) == []
+        await asyncio.sleep(0.05)
+        assert entered.locked(), "the others wait"
+        for _ in range(LIVE_ADAPTERS + 2):
+            leave.release()
+    assert most == LIVE_ADAPTERS
+    assert len(loads(rooms)) == LIVE_ADAPTERS + 2
 
 
-async def test_after_a_restart_versions_are_loaded_again(rooms: Rooms) -> None:
+async def test_a_restart_loads_what_was_loaded_before_calls_come(rooms: Rooms) -> None:
     rooms.add_version("desk")
-    await rooms.adapters.load("desk", 1)
-    rooms.stub.adapters.clear()
+    rooms.add_version("desk")
+    for version in (1, 2):
+        await rooms.adapters.load("desk", version)
     rooms.engine.crash()
-    rooms.engine.come_back()
+    assert rooms.stub.adapters == {}
+    await rooms.engine.come_back()
+    assert set(rooms.stub.adapters) == {"desk@1", "desk@2"}
     await rooms.adapters.load("desk", 1)
-    assert loads(rooms) == ["desk@1", "desk@1"]
-    assert set(rooms.stub.adapters) == {"desk@1"}
+    assert loads(rooms) == ["desk@1", "desk@2", "desk@1", "desk@2"]
+
+
+async def test_what_cannot_be_loaded_again_does_not_keep_the_engine_down(rooms: Rooms) -> None:
+    for version in (1, 2):
+        rooms.add_version("desk")
+        await rooms.adapters.load("desk", version)
+    rooms.engine.crash()
+    rooms.stub.refuse_loads.append((500, "gone"))
+    await rooms.engine.come_back()
+    assert set(rooms.stub.adapters) == {"desk@2"}
+    async with rooms.adapters.lease(Target("desk", 1)) as name:
+        assert name in rooms.stub.adapters
 
 
 async def test_a_refused_load_says_why_shows_no_path_and_can_be_tried_again(rooms: Rooms) -> None:
@@ -160,7 +181,7 @@ async def test_a_call_that_is_cancelled_while_it_loads_leaves_no_lease(rooms: Ro
         async with rooms.adapters.lease(Target("desk", 1)):
             pytest.fail("it was cancelled")
 
-    async with rooms.adapters._lock:
+    async with rooms.adapters._loading:
         waiting = asyncio.create_task(call())
         await asyncio.sleep(0)
         waiting.cancel()

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from benchmarks import call_store
+from langgraph_art import record
 from langgraph_art.protocol import HEADER_CALL, HEADER_RECORD, HEADER_RUN, CallStoreInfo
 
 from .records import recorded
 from .rooms import Rooms
 from .stub_engine import Answer
 
+PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
 CHAT = "/v1/chat/completions"
 BODY: dict[str, Any] = {"model": "desk", "messages": [{"role": "user", "content": "hi"}]}
 HEADERS = {HEADER_CALL: "c1", HEADER_RUN: "r1"}
@@ -61,7 +66,15 @@ async def test_the_page_s_model_is_not_recorded(rooms: Rooms, monkeypatch: pytes
         monkeypatch.setenv("LANGGRAPH_ART_URL", url)
         names: dict[str, Any] = {}
         exec(compile(block.replace('"researcher"', '"desk"'), PAGE.name, "exec"), names)
-        async with record(group_id="g1") as recording:
+        with record() as run:
             await names["model"].ainvoke("hi")
-    assert rooms.stub.requests
+    assert [call.delivered for call in run.calls] == [True]
     assert rooms.calls.info().calls == 0
+
+
+@pytest.mark.parametrize("shape", call_store.SHAPES)
+def test_calls_are_stored_compactly(shape: str) -> None:
+    found = call_store.measure(list(call_store.SHAPES[shape](10)))
+    assert found["bytes_per_prompt_token"] <= 6
+    assert found["bytes_per_sampled_token"] <= 12
+    assert found["metadata_bytes_per_call"] <= 300

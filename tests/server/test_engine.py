@@ -19,9 +19,11 @@ import pytest
 from langgraph_art_server.config import ServerSettings
 from langgraph_art_server.errors import Unavailable
 from langgraph_art_server.models import BaseModel
-from langgraph_art_server.serving import engine as engine_module
+from langgraph_art_server.serving import managed
 from langgraph_art_server.serving.engine import Engine
 from langgraph_art_server.serving.families import Family
+from langgraph_art_server.serving.managed import ManagedEngine
+from langgraph_art_server.serving.vllm_command import VllmCommand
 
 from .rooms import eventually
 
@@ -31,13 +33,13 @@ pytestmark = pytest.mark.slow
 PROGRAM = Path(__file__).parent / "stub_engine.py"
 
 
-class ProgramEngine(Engine):
+class ProgramEngine(ManagedEngine):
     """The real supervision of another program."""
 
     arguments: list[str]
     starts = 0
 
-    def _command(self, port: int) -> list[str]:
+    def _arguments(self, port: int) -> list[str]:
         self.starts += 1
         return [sys.executable, str(PROGRAM), "--port", str(port), *self.arguments]
 
@@ -61,7 +63,9 @@ class ProgramEngine(Engine):
 @asynccontextmanager
 async def engine(tmp_path: Path, *arguments: str, **settings: float) -> AsyncIterator[ProgramEngine]:
     model = BaseModel("tiny", tmp_path, {"model_type": "llama", "max_position_embeddings": 64})
-    made = ProgramEngine(ServerSettings(**settings), model, Family(), "cpu", tmp_path / "engine.log")  # type: ignore[arg-type]
+    chosen = ServerSettings(**settings)  # type: ignore[arg-type]
+    command = VllmCommand(chosen, model, Family(), "cpu")
+    made = ProgramEngine(command, chosen, model, "cpu", tmp_path / "engine.log")
     made.arguments = list(arguments)
     made.start()
     try:
@@ -125,10 +129,15 @@ async def test_from_start_to_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 async def test_a_crash_is_followed_by_a_restart_without_adapters(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
-    cleared: list[str] = []
+    came_up: list[str] = []
+
+    async def note() -> None:
+        came_up.append(made.state)
+
     async with engine(tmp_path) as made:
-        made.on_restart = lambda: cleared.append(made.state)
+        made.on_ready = note
         await ready(made)
+        assert came_up == ["starting"], "before calls reach it"
         await made.load_adapter("desk@1", tmp_path)
         await made.load_adapter("desk@1", tmp_path)  # it is loaded already: as wished
         await made.unload_adapter("desk@1")
@@ -137,7 +146,7 @@ async def test_a_crash_is_followed_by_a_restart_without_adapters(tmp_path: Path)
         os.kill(made.program().pid, signal.SIGKILL)
         await eventually(lambda: made.state == "starting")
         await ready(made)
-        assert cleared == ["starting"]
+        assert came_up == ["starting", "starting"]
         assert made.error is None
         assert made.starts == 2
         assert gone(processes)()
@@ -156,7 +165,7 @@ async def test_a_load_while_the_engine_is_away_is_unavailable(tmp_path: Path) ->
 
 
 async def test_too_many_crashes_are_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "MAX_RESTARTS", 1)
+    monkeypatch.setattr(managed, "MAX_RESTARTS", 1)
     async with engine(tmp_path) as made:
         await ready(made)
         os.kill(made.program().pid, signal.SIGSEGV)
@@ -171,8 +180,8 @@ async def test_too_many_crashes_are_a_failure(tmp_path: Path, monkeypatch: pytes
 
 
 async def test_good_service_wipes_out_earlier_crashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "MAX_RESTARTS", 1)
-    monkeypatch.setattr(engine_module, "GOOD_SERVICE", 0.0)
+    monkeypatch.setattr(managed, "MAX_RESTARTS", 1)
+    monkeypatch.setattr(managed, "GOOD_SERVICE", 0.0)
     async with engine(tmp_path) as made:
         for _ in range(2):
             await ready(made)
@@ -218,3 +227,72 @@ async def test_a_stop_during_the_start_leaves_no_process(tmp_path: Path) -> None
         assert gone(processes)()
         with pytest.raises(Unavailable, match="stopped"):
             await waiting
+
+
+async def test_it_rests_when_nobody_calls_and_the_next_call_wakes_it(tmp_path: Path) -> None:
+    async with engine(tmp_path, idle_timeout=0.7) as made:
+        busy = True
+        made.busy = lambda: busy
+        await ready(made)
+        await asyncio.sleep(1.5)
+        assert made.state == "ready", "it does not rest while a call is at work"
+        processes = made.children()
+        busy = False
+        await eventually(lambda: made.state == "idle")
+        await eventually(gone(processes), 15)
+        with pytest.raises(Unavailable):
+            _ = made.http
+        await ready(made)
+        assert made.starts == 2
+        assert made.state == "ready"
+
+
+async def test_a_rest_can_be_ended_by_a_stop(tmp_path: Path) -> None:
+    async with engine(tmp_path, idle_timeout=0.1) as made:
+        await ready(made)
+        await eventually(lambda: made.state == "idle")
+        await made.stop()
+        assert made.state == "stopped"
+
+
+async def test_a_port_that_is_taken_meanwhile_costs_only_a_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        ports = iter([taken.getsockname()[1], managed._free_port()])
+        monkeypatch.setattr(managed, "_free_port", lambda: next(ports))
+        async with engine(tmp_path) as made:
+            await ready(made)
+            assert made.starts == 2
+
+
+async def test_its_phases_are_read_from_its_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="langgraph_art_server")
+    lines = ["INFO Starting to load model tiny...", "INFO Loading weights took 0.44 seconds"]
+    async with engine(tmp_path, "--say", *lines, "--silent") as made:
+        await eventually(lambda: made.phase == "warming up")
+    assert "engine: warming up" in caplog.text
+
+
+async def test_it_sleeps_during_an_update_and_wakes_after_it(tmp_path: Path) -> None:
+    async with engine(tmp_path) as made:
+        made._sleeps = True
+        await ready(made)
+        async with made.aside():
+            assert (await made.http.get("/is_sleeping")).json() == {"is_sleeping": True}
+        assert (await made.http.get("/is_sleeping")).json() == {"is_sleeping": False}
+        with pytest.raises(ZeroDivisionError):
+            async with made.aside():
+                _ = 1 / 0
+        assert (await made.http.get("/is_sleeping")).json() == {"is_sleeping": False}
+
+
+async def test_one_that_does_not_wake_is_started_again(tmp_path: Path) -> None:
+    async with engine(tmp_path, "--never-wake") as made:
+        made._sleeps = True
+        await ready(made)
+        async with made.aside():
+            pass
+        await eventually(lambda: made.state == "starting")
+        await ready(made)
+        assert made.starts == 2

@@ -20,8 +20,9 @@ from langgraph_art_server.config import ServerSettings
 from langgraph_art_server.models import BaseModel
 from langgraph_art_server.serving.adapters import Target
 from langgraph_art_server.serving.capture import CallHeader, Capture
-from langgraph_art_server.serving.engine import Engine
 from langgraph_art_server.serving.families import Family
+from langgraph_art_server.serving.managed import ManagedEngine
+from langgraph_art_server.serving.vllm_command import VllmCommand
 
 from .rooms import Rooms
 from .stub_engine import PIECE, Answer, StubEngine, logprob, prompt_ids
@@ -155,7 +156,8 @@ def test_the_engine_says_whether_it_holds_tool_calls_to_a_grammar(
 ) -> None:
     settings = ServerSettings(engine_args=engine_args)
     model = BaseModel("tiny", tmp_path, {"max_position_embeddings": 64})
-    assert Engine(settings, model, Family(parser), "cpu", tmp_path / "log").strict_tools is strict
+    command = VllmCommand(settings, model, Family(parser), "cpu")
+    assert ManagedEngine(command, settings, model, "cpu", tmp_path / "log").strict_tools is strict
 
 
 @given(

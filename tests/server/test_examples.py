@@ -86,7 +86,7 @@ async def tokenizing(
 
     stub = StubEngine(max_model_len=max_model_len)
     async with serving(app) as stub.url:
-        engine = AttachedEngine(stub, MODEL, tmp_path / "engine.log")
+        engine = AttachedEngine(stub, MODEL)
         try:
             yield ChatTokenizer(engine)
         finally:

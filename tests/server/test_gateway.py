@@ -327,10 +327,10 @@ async def test_an_engine_that_dies_in_mid_stream(
 async def test_a_call_waits_while_the_engine_is_restarted(rooms: Rooms, http: httpx.AsyncClient) -> None:
     rooms.engine.crash()
     calling = asyncio.create_task(http.post(CHAT, json=BODY))
-    assert (await http.get("/health")).json() == {"status": "starting"}
+    assert (await http.get("/health")).json() == {"status": "starting", "phase": "starting"}
     await eventually(lambda: "c1" in rooms.gateway._open)
     assert not calling.done()
-    rooms.engine.come_back()
+    await rooms.engine.come_back()
     assert (await calling).status_code == 200
 
 
@@ -498,5 +498,5 @@ async def test_token_counts_wait_for_the_engine(rooms: Rooms, http: httpx.AsyncC
     asking = asyncio.create_task(http.post("/tokenize", json={"model": "desk", "prompt": "a"}))
     await asyncio.sleep(0.1)
     assert not asking.done()
-    rooms.engine.come_back()
+    await rooms.engine.come_back()
     assert (await asking).status_code == 200

@@ -106,7 +106,7 @@ async def teaching(
     engine_stub = StubEngine(name="small")
     base = BaseModel("small", tmp_path, {"vocab_size": VOCABULARY})
     async with engine_stub.running(), serving(stub.app()) as url:
-        engine = AttachedEngine(engine_stub, base, tmp_path / "log")
+        engine = AttachedEngine(engine_stub, base)
         secret = None if key is None else SecretStr(key)
         teacher = Teacher(TeacherAddress("big", url, model), secret, engine, patience=patience)
         try:
@@ -180,7 +180,7 @@ async def test_one_that_is_away_fails_in_bounded_time(tmp_path: Path) -> None:
         with pytest.raises(TeacherFailed, match=r"teacher 'big' .*status 503.*busy"):
             await teacher.score([call([1], [2])] * 40, Counter())
     address = TeacherAddress.parse("big=http://127.0.0.1:9/v1,model=m")
-    engine = AttachedEngine(StubEngine(), BaseModel("small", tmp_path, {"vocab_size": 9}), tmp_path / "log")
+    engine = AttachedEngine(StubEngine(), BaseModel("small", tmp_path, {"vocab_size": 9}))
     teacher = Teacher(address, None, engine, patience=0.2)
     with pytest.raises(TeacherFailed, match=r"'big' at http://127.0.0.1:9 does not answer.*submit again"):
         await teacher.score([call([1], [2])], Counter())

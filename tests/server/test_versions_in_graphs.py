@@ -106,7 +106,7 @@ async def test_sampling_for_training_leaves_everything_else_as_the_app_set_it(ro
     size = len(run.calls)
     before, during, after = bodies[:size], bodies[size : 2 * size], bodies[2 * size :]
     assert before == after, "outside the recording nothing changes"
-    assert [body.get("temperature") for body in before[:2]] == [0.3, None]
+    assert [body["temperature"] for body in before[:2]] == [0.3, 1.0], "the engine is told what the app left open"
     for body, changed in zip(before, during, strict=True):
         assert (changed["temperature"], changed["top_p"]) == (1.0, 1.0)
         same = body.keys() - {"temperature", "top_p", "messages"}

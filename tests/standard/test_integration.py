@@ -26,8 +26,8 @@ class TestIntegration(ChatModelIntegrationTests):
 
     @property
     def chat_model_params(self) -> dict[str, Any]:
-        # Greedy, so that the outcome does not depend on chance; without the penalty so small a model then repeats itself
-        # without end.
+        # Greedy, so that the outcome does not depend on chance; without the penalty so small a model then repeats
+        # itself without end.
         sampling = {"temperature": 0, "frequency_penalty": 0.5, "max_tokens": 400}
         return {"model": "desk", "base_url": f"{self.url}/v1", **sampling}
 
@@ -48,6 +48,6 @@ class TestIntegration(ChatModelIntegrationTests):
     def test_agent_loop(self, model: BaseChatModel) -> None:
         super().test_agent_loop(model)
 
-    @pytest.mark.xfail(strict=True, reason="the model writes JSON without the two keys that the question asks for")
+    @pytest.mark.xfail(strict=True, reason="the model writes JSON, but not the two strings that are asked for")
     def test_json_mode(self, model: BaseChatModel) -> None:
         super().test_json_mode(model)

@@ -16,9 +16,13 @@ router = APIRouter()
 
 @router.get("/health")
 async def health(request: Request) -> JSONResponse:
-    """200 once calls are served, else 503; the reason is in ``/api/info``, which may need a key."""
-    state = server_of(request).engine.state
-    return JSONResponse({"status": state}, status_code=200 if state == "ready" else 503)
+    """200 once calls are served, also by an engine that rests, as they wake it; else 503.
+
+    The reason is in ``/api/info``, which may need a key.
+    """
+    engine = server_of(request).engine
+    content = {"status": engine.state} | ({"phase": engine.phase} if engine.state == "starting" else {})
+    return JSONResponse(content, status_code=200 if engine.state in ("ready", "idle") else 503)
 
 
 @router.get("/api/info")
@@ -32,6 +36,7 @@ async def info(request: Request) -> ServerInfo:
         max_model_len=server.engine.max_model_len,
         device=server.engine.device,
         engine=server.engine.state,
+        engine_phase=server.engine.phase if server.engine.state == "starting" else None,
         engine_error=server.engine.error,
         policies=await asyncio.to_thread(server.policies.names),
     )

@@ -7,15 +7,18 @@ version is unloaded only while no call holds a lease on it. Version 0 is the bas
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from langgraph_art_server.errors import NotFound
+from langgraph_art_server.errors import NotFound, Unavailable
 from langgraph_art_server.serving.engine import LIVE_ADAPTERS, Engine
 from langgraph_art_server.storage.policies import PolicyStore
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -41,8 +44,10 @@ class Adapters:
         # Loaded names, least recently used first.
         self._loaded: dict[str, None] = {}
         self._leases: dict[str, int] = defaultdict(int)
-        self._lock = asyncio.Lock()
-        engine.on_restart = self._loaded.clear
+        self._loading = asyncio.Lock()
+        self._left = asyncio.Event()
+        """Set when a lease ends."""
+        engine.on_ready = self._restore
 
     async def resolve(self, model: str, pin: str | None) -> Target:
         """What ``model`` means for a call of the run or group ``pin``.
@@ -86,7 +91,7 @@ class Adapters:
             Unavailable: The engine could not load it.
         """
         if target.policy is None or target.version is None or target.version == 0:
-            yield self._engine.model.name
+            yield self._engine.served_name
             return
         name = f"{target.policy}@{target.version}"
         self._leases[name] += 1
@@ -97,22 +102,49 @@ class Adapters:
             self._leases[name] -= 1
             if not self._leases[name]:
                 del self._leases[name]
+                self._left.set()
+
+    def leased(self, policy: str, version: int) -> bool:
+        """Whether a call uses this version now; its checkpoint must stay where it is."""
+        return f"{policy}@{version}" in self._leases
 
     async def load(self, policy: str, version: int) -> None:
-        """Load a version if it is not loaded, making room by unloading the idlest one."""
+        """Load a version if it is not loaded, making room by unloading the idlest one.
+
+        Where every loaded version is in use, waits until one is not.
+
+        Raises:
+            NotFound: There is no such version.
+            Unavailable: The engine could not load it.
+        """
         name = f"{policy}@{version}"
-        async with self._lock:
-            if name in self._loaded:
-                # Move it to the end: most recently used.
-                del self._loaded[name]
-                self._loaded[name] = None
-                return
-            directory = await asyncio.to_thread(self._policies.directory, policy, version)
-            if directory is None:
-                return
-            idle = [other for other in self._loaded if other not in self._leases]
-            for other in idle[: max(0, len(self._loaded) + 1 - LIVE_ADAPTERS)]:
-                await self._engine.unload_adapter(other)
-                self._loaded.pop(other, None)  # a restart may have cleared them meanwhile
-            await self._engine.load_adapter(name, self._data_dir / directory)
+        async with self._loading:
+            while name not in self._loaded:
+                if len(self._loaded) < LIVE_ADAPTERS:
+                    await self._load(name, policy, version)
+                elif idle := next((other for other in self._loaded if other not in self._leases), None):
+                    await self._engine.unload_adapter(idle)
+                    self._loaded.pop(idle, None)  # a restart may have taken it away meanwhile
+                else:
+                    self._left.clear()
+                    await self._left.wait()
+            # Move it to the end: most recently used.
+            del self._loaded[name]
             self._loaded[name] = None
+
+    async def _load(self, name: str, policy: str, version: int) -> None:
+        directory = await asyncio.to_thread(self._policies.directory, policy, version)
+        if directory is not None:
+            await self._engine.load_adapter(name, self._data_dir / directory)
+        self._loaded[name] = None
+
+    async def _restore(self) -> None:
+        """Load into an engine that has just come up what the one before it held."""
+        before, self._loaded = list(self._loaded), {}
+        for name in before:
+            policy, _, version = name.rpartition("@")
+            try:
+                await self._load(name, policy, int(version))
+            except (NotFound, Unavailable) as error:
+                # The next call that wants it tries again and gets the reason.
+                log.warning("%s is not loaded again: %s", name, error.message)

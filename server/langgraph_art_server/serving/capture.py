@@ -52,6 +52,8 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "vllm_xargs": (None, {}),
 }
 _LOWEST_TEMPERATURE = 0.01
+_PLAIN = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+"""Sampling from the model's plain distribution: what a request means that does not say."""
 
 
 @dataclass(frozen=True)
@@ -87,13 +89,23 @@ class Capture:
         body: The request as the client sent it.
         target: What its model name meant.
         strict_tools: Whether the engine holds every tool call to a grammar, whatever the request says.
+        processed_logprobs: Whether the engine's logprobs are those of the distribution that was sampled from.
     """
 
-    def __init__(self, header: CallHeader, body: dict[str, Any], target: Target, *, strict_tools: bool = False) -> None:
+    def __init__(
+        self,
+        header: CallHeader,
+        body: dict[str, Any],
+        target: Target,
+        *,
+        strict_tools: bool = False,
+        processed_logprobs: bool = True,
+    ) -> None:
         self.header = header
         self._body = body
         self._target = target
         self._strict_tools = strict_tools
+        self._processed_logprobs = processed_logprobs
         self._wants_logprobs = bool(body.get("logprobs"))
         self._wants_ids = bool(body.get("return_token_ids"))
         self._wants_reasoning = body.get("include_reasoning") is not False
@@ -115,6 +127,8 @@ class Capture:
         }
         if request.get("max_tokens") is None and request.get("max_completion_tokens") is None:
             request["max_completion_tokens"] = max_tokens
+        # Said, not left to defaults that a user's own engine may have from the model's files.
+        request.update({name: value for name, value in _PLAIN.items() if request.get(name) is None})
         if self._body.get("stream"):
             request["stream_options"] = {**(self._body.get("stream_options") or {}), "include_usage": True}
         return request
@@ -218,6 +232,8 @@ class Capture:
         # Below this vLLM samples at another temperature than the request says.
         if temperature is not None and temperature < _LOWEST_TEMPERATURE:
             return "greedy"
+        if not self._processed_logprobs and temperature not in (None, 1):
+            return "raw_logprobs"
         for key, neutral in _NEUTRAL.items():
             if self._body.get(key) not in neutral:
                 return "altered_distribution"

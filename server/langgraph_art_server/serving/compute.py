@@ -1,14 +1,14 @@
-"""Who computes when, on a machine where serving and training share the processor.
+"""Who computes when, where serving and training share a processor or a GPU's memory.
 
-Invariant: while an update holds the processor no call is with the engine, and calls that arrive wait instead of
-failing. An update that waits goes before calls that arrive after it, so steady traffic cannot starve it.
+Invariant: while an update holds the device no call is with the engine, and calls that arrive wait instead of failing.
+An update that waits goes before calls that arrive after it, so steady traffic cannot starve it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 
 
 class ComputeLease:
@@ -16,17 +16,25 @@ class ComputeLease:
 
     Args:
         exclusive: Whether an update keeps calls out. False where training and serving have their own devices.
+        aside: Entered for the time of an update, once no call is with the engine: it makes room for it.
     """
 
-    def __init__(self, *, exclusive: bool) -> None:
+    def __init__(
+        self, *, exclusive: bool, aside: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
+    ) -> None:
         self._exclusive = exclusive
+        self._aside = aside
         self._calls = 0
         self._updating = False
         self._changed = asyncio.Condition()
 
+    def in_use(self) -> bool:
+        """Whether a call or an update is at work."""
+        return self._calls > 0 or self._updating
+
     @asynccontextmanager
     async def call(self) -> AsyncIterator[None]:
-        """Hold the processor for one call."""
+        """Hold the device for one call."""
         async with self._changed:
             await self._changed.wait_for(lambda: not self._updating)
             self._calls += 1
@@ -38,7 +46,7 @@ class ComputeLease:
 
     @asynccontextmanager
     async def update(self) -> AsyncIterator[None]:
-        """Hold the processor for one update, once the calls in flight have ended."""
+        """Hold the device for one update, once the calls in flight have ended."""
         if not self._exclusive:
             yield
             return
@@ -48,7 +56,8 @@ class ComputeLease:
         try:
             async with self._changed:
                 await self._changed.wait_for(lambda: self._calls == 0)
-            yield
+            async with self._aside():
+                yield
         finally:
             self._updating = False
             await self._notify()

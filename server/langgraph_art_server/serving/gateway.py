@@ -68,7 +68,13 @@ class Gateway:
         async with AsyncExitStack() as held:
             await held.enter_async_context(self._opened(header))
             target = await self._adapters.resolve(body["model"], header.pin)
-            capture = Capture(header, body, target, strict_tools=self._engine.strict_tools)
+            capture = Capture(
+                header,
+                body,
+                target,
+                strict_tools=self._engine.strict_tools,
+                processed_logprobs=self._engine.processed_logprobs,
+            )
             # Held while the engine works, not until a slow client has read the last chunk.
             working = await held.enter_async_context(AsyncExitStack())
             await working.enter_async_context(self._engine_time())
@@ -269,7 +275,7 @@ class Gateway:
     async def _ask_tokenizer(self, header: CallHeader, body: dict[str, Any]) -> httpx.Response:
         # The base model's: no adapter changes it, so none has to be loaded.
         try:
-            return await self._engine.http.post("/tokenize", json={**body, "model": self._engine.model.name})
+            return await self._engine.http.post("/tokenize", json={**body, "model": self._engine.served_name})
         except httpx.TransportError as error:
             raise _engine_gone(header) from error
 

@@ -130,7 +130,7 @@ class ChatTokenizer:
     async def _tokenize(self, body: dict[str, Any]) -> list[int] | None:
         """Token ids, or ``None`` if the engine cannot make any of it."""
         try:
-            answer = await self._engine.http.post("/tokenize", json={"model": self._engine.model.name, **body})
+            answer = await self._engine.http.post("/tokenize", json={"model": self._engine.served_name, **body})
         except httpx.TransportError as error:
             raise Unavailable("the engine went away while it tokenized examples", retry_after=5) from error
         if answer.status_code != 200:

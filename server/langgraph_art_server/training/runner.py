@@ -127,7 +127,8 @@ class Runner:
         """Start the trainer before it is needed, so that a model it refuses is known before anybody rolls out."""
         try:
             await self._gateway.wait_ready()
-            await self._trainer.start()
+            if not self._trainer.gives_way:
+                await self._trainer.start()
         except (Unavailable, WorkerDied) as error:
             log.error("policies cannot be trained: %s", error)
 
@@ -208,6 +209,14 @@ class Runner:
 
     async def _compute_task(self, task: TrainTask | SftTask) -> Trained:
         """Have a task computed with the job's packing plan, and with a smaller one each time that memory runs out."""
+        async with self._compute.update():
+            try:
+                return await self._compute_planned(task)
+            finally:
+                if self._trainer.gives_way:
+                    await self._trainer.stop()
+
+    async def _compute_planned(self, task: TrainTask | SftTask) -> Trained:
         job_id = task.task_id
         plan = await asyncio.to_thread(self._jobs.plan, job_id)
         if plan is None:
@@ -218,10 +227,7 @@ class Runner:
                 update={"token_budget": plan.token_budget, "checkpointing": plan.checkpointing},
             )
             try:
-                async with self._compute.update():
-                    return await self._trainer.train(
-                        planned, lambda done, total: self._on_progress(job_id, done, total)
-                    )
+                return await self._trainer.train(planned, lambda done, total: self._on_progress(job_id, done, total))
             except OutOfMemory as error:
                 self._delete(task)
                 plan = error.plan

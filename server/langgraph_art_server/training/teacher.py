@@ -149,7 +149,7 @@ class Teacher:
 
     async def _compare(self, path: str, question: dict[str, Any], answer: str) -> None:
         try:
-            ours = await self._engine.http.post(path, json={"model": self._engine.model.name, **question})
+            ours = await self._engine.http.post(path, json={"model": self._engine.served_name, **question})
         except httpx.TransportError as error:
             raise Unavailable("the engine went away while its tokens were compared", retry_after=5) from error
         ours.raise_for_status()

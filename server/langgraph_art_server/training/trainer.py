@@ -19,7 +19,7 @@ from typing import Annotated
 from pydantic import Field, TypeAdapter
 
 from langgraph_art_server.config import ServerSettings
-from langgraph_art_server.device import Device
+from langgraph_art_server.device import Device, split_gpus
 from langgraph_art_server.models import BaseModel
 from langgraph_art_server.storage.jobs import PackingPlan
 from langgraph_art_server.training.task import BackOff, Failed, Progress, Ready, SftTask, Trained, TrainTask
@@ -97,6 +97,11 @@ class Trainer:
                     "no correction get token_truncation"
                 )
             log.info("trainer ready on %s, base model of %.0fM parameters", ready.device, ready.parameters / 1e6)
+
+    @property
+    def gives_way(self) -> bool:
+        """Whether the engine, awake, needs the memory that the worker computes in: it then lives for one task."""
+        return self._settings.gpu_sharing == "sleep"
 
     async def plan(self) -> PackingPlan:
         """What fits into the memory that the worker found free.
@@ -192,4 +197,7 @@ class Trainer:
         if self._device == "cpu":
             # Threads that wait for work must leave the cores to the engine.
             environment |= {"KMP_BLOCKTIME": "0", "OMP_WAIT_POLICY": "passive"}
+        elif self._settings.train_gpu is not None:
+            visible = split_gpus(self._settings.train_gpu, os.environ.get("CUDA_VISIBLE_DEVICES"))
+            environment["CUDA_VISIBLE_DEVICES"] = visible[1]
         return environment
