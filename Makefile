@@ -37,7 +37,7 @@ lint: install ## ruff and mypy
 	$(BIN)/mypy
 
 fast: install ## tests that take under two minutes together
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n 2
 
 slow: install ## tests that start vLLM or take long
 	$(BIN)/python -m pytest -m slow

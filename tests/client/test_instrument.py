@@ -25,6 +25,9 @@ from langgraph_art.unattributed import current
 
 from .openai_stub import OpenAIStub
 
+# Processes and threads are started again and again.
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def runs(stub: OpenAIStub) -> Iterator[Callable[[], list[GraphRun]]]:

@@ -18,6 +18,9 @@ from ..random_graphs import App, programs
 from .graphs import agrees
 from .openai_stub import OpenAIStub
 
+# Random programs take their time.
+pytestmark = pytest.mark.slow
+
 
 async def run_both(app: App, graph: Any, mode: str) -> list[GraphRun]:
     """Two recordings of one graph at the same time."""
@@ -44,7 +47,6 @@ def test_random_programs(stub: OpenAIStub, steps: list[Any], is_async: bool, mod
     check(stub, steps, is_async, mode)
 
 
-@pytest.mark.slow
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(programs(), st.booleans(), st.sampled_from(["whole", "stream"]))
 def test_many_random_programs(stub: OpenAIStub, steps: list[Any], is_async: bool, mode: str) -> None:

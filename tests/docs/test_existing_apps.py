@@ -57,6 +57,7 @@ def test_the_python_blocks_run_in_order(
     sys.modules.pop("app")
 
 
+@pytest.mark.slow
 def test_the_commands_exist() -> None:
     help_text = subprocess.run(
         [sys.executable, "-m", "langgraph_art", "record", "--help"],

@@ -43,6 +43,7 @@ def test_the_python_blocks_run_in_order(
     assert "reward" in listed.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [line for block in blocks("bash") for line in block.splitlines()])
 def test_every_command_exists(command: str) -> None:
     program, *arguments = command.split()

@@ -47,6 +47,7 @@ def test_the_blocks_run_in_order(
     assert (tmp_path / "runs.jsonl").read_text() == "", "the run was removed at last"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [line for block in blocks("bash") for line in block.splitlines()])
 def test_every_command_exists(command: str) -> None:
     program, *words = command.split()

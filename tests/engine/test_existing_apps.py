@@ -42,14 +42,14 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
     return anew
 
 
-def same_at_the_server(run: GraphRun, client: Client) -> None:
+def same_at_the_server(run: GraphRun, client: Client, untrainable: str | None = None) -> None:
     recorded = {call.call_id: call for call in client.calls(run.run_id)}
     assert [(call.call_id, call.node) for call in run.calls] == [
         (call.call_id, recorded[call.call_id].node) for call in run.calls
     ]
     assert len(recorded) == len(run.calls)
     for call in run.calls:
-        assert recorded[call.call_id].untrainable is None
+        assert recorded[call.call_id].untrainable == untrainable
         assert call.usage is not None
         assert len(recorded[call.call_id].sampled_ids) == call.usage["output_tokens"]
 
@@ -83,7 +83,7 @@ def test_what_is_written_for_anthropic(load: Load, client: Client, policy: str) 
         graph = StateGraph(MessagesState).add_node("ask", ask).add_edge(START, "ask").compile()
         with record(sampling={"temperature": 1.0, "max_tokens": 3}) as run:
             graph.invoke({"messages": [HumanMessage("Oslo?")]})
-    same_at_the_server(run, client)
+    same_at_the_server(run, client, untrainable="constrained")  # the app forces a tool
     assert run.calls[0].messages[0]["content"][0]["cache_control"]
 
 

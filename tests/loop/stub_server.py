@@ -35,6 +35,7 @@ from langgraph_art.protocol import (
 )
 
 from ..client import openai_stub
+from ..server.stub_engine import QuickServer
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -82,7 +83,7 @@ class StubServer:
         self.port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         config = uvicorn.Config(_app(self), log_level="critical", timeout_graceful_shutdown=1)
-        self._server = uvicorn.Server(config)
+        self._server = QuickServer(config)
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listener]}, daemon=True)
         self._thread.start()
         deadline = time.monotonic() + 10

@@ -17,6 +17,9 @@ from langgraph_art.trainer import Trainer
 
 from .conftest import build
 
+# Processes are started again and again.
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:

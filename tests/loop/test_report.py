@@ -92,6 +92,7 @@ def test_without_matplotlib_the_extra_is_named(tmp_path: Path, monkeypatch: pyte
         plot_history(TrainHistory([step(1)]), tmp_path / "curve.png")
 
 
+@pytest.mark.slow
 def test_matplotlib_is_not_imported_before_it_is_needed() -> None:
     code = "import sys, langgraph_art.trainer, langgraph_art.cli.main; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

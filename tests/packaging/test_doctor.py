@@ -19,6 +19,9 @@ from packaging.requirements import Requirement
 from langgraph_art.cli import doctor
 from langgraph_art.protocol import PROTOCOL_VERSION
 
+# Processes are started again and again.
+pytestmark = pytest.mark.slow
+
 REPO = Path(__file__).parents[2]
 PROGRAM = "import typer; from langgraph_art.cli.doctor import doctor; typer.run(doctor)"
 
@@ -274,7 +277,6 @@ def test_a_check_that_fails_itself_is_reported(monkeypatch: pytest.MonkeyPatch) 
     assert found[2].name == "cpu"
 
 
-@pytest.mark.slow
 def test_this_environment_is_sound() -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("LANGGRAPH_ART_")}
     command = [sys.executable, "-c", PROGRAM, "--json"]

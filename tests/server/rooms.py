@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
+import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import httpx
@@ -36,7 +39,7 @@ class AttachedEngine(Engine):
     def __init__(self, stub: StubEngine, model: BaseModel) -> None:
         super().__init__(model, "cpu", stub.max_model_len)
         self._stub = stub
-        self._http = httpx.AsyncClient(base_url=stub.url, timeout=None, trust_env=False)
+        self._http = httpx.AsyncClient(verify=False, base_url=stub.url, timeout=None, trust_env=False)
         self._become("ready")
 
     def start(self) -> None:
@@ -89,6 +92,14 @@ class Rooms(Server):
             yield url
 
 
+@cache
+def _empty_database() -> Path:
+    """A database with all migrations applied, made once: they take longer than most tests."""
+    path = Path(tempfile.mkdtemp(prefix="langgraph-art-tests-")) / "server.db"
+    Database(path).close()
+    return path
+
+
 _EMPTY = {"groups": [{"group_id": "made", "runs": []}]}
 
 
@@ -114,6 +125,8 @@ async def open_rooms(
         model_dir.mkdir(parents=True, exist_ok=True)
         (model_dir / "config.json").write_text(json.dumps({"model_type": "llama", "max_position_embeddings": 64}))
     model = BaseModel(stub.name, model_dir, json.loads((model_dir / "config.json").read_text()))
+    if not (data_dir / "server.db").exists():
+        shutil.copy(_empty_database(), data_dir / "server.db")
     database = Database(data_dir / "server.db")
     settings = ServerSettings(token_budget=64)
     engine = AttachedEngine(stub, model)

@@ -25,7 +25,7 @@ HEADERS = {HEADER_CALL: "c1", HEADER_RUN: "r1"}
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_who_asks_for_no_record_gets_the_same_answer_and_no_record(rooms: Rooms, stream: bool) -> None:
-    async with rooms.served() as url, httpx.AsyncClient(base_url=url, timeout=20) as http:
+    async with rooms.served() as url, httpx.AsyncClient(verify=False, base_url=url, timeout=20) as http:
         answers = []
         for extra in ({HEADER_RECORD: "none"}, {}):
             rooms.stub.next(Answer())
@@ -39,14 +39,14 @@ async def test_who_asks_for_no_record_gets_the_same_answer_and_no_record(rooms: 
 
 async def test_a_broken_call_that_asked_for_no_record_has_none(rooms: Rooms) -> None:
     rooms.stub.next(Answer(status=500))
-    async with rooms.served() as url, httpx.AsyncClient(base_url=url, timeout=20) as http:
+    async with rooms.served() as url, httpx.AsyncClient(verify=False, base_url=url, timeout=20) as http:
         answer = await http.post(CHAT, json=BODY, headers=HEADERS | {HEADER_RECORD: "none"})
     assert answer.status_code == 503
     assert rooms.calls.of_run("r1") == []
 
 
 async def test_another_wish_is_refused(rooms: Rooms) -> None:
-    async with rooms.served() as url, httpx.AsyncClient(base_url=url) as http:
+    async with rooms.served() as url, httpx.AsyncClient(verify=False, base_url=url) as http:
         answer = await http.post(CHAT, json=BODY, headers=HEADERS | {HEADER_RECORD: "some"})
     assert answer.status_code == 400
     assert f"{HEADER_RECORD}: 'some'" in answer.json()["error"]["message"]
@@ -54,7 +54,7 @@ async def test_another_wish_is_refused(rooms: Rooms) -> None:
 
 async def test_the_store_says_how_much_it_holds(rooms: Rooms) -> None:
     rooms.calls.save([recorded()])
-    async with rooms.served() as url, httpx.AsyncClient(base_url=url) as http:
+    async with rooms.served() as url, httpx.AsyncClient(verify=False, base_url=url) as http:
         info = CallStoreInfo.model_validate((await http.get("/api/calls")).json())
     assert (info.calls, info.unclaimed, info.expired) == (1, 1, 0)
     assert info.bytes > 10_000

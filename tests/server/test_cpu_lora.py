@@ -7,11 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-pytest.importorskip("vllm.lora.punica_wrapper.punica_cpu", reason="only the CPU build of vLLM has it")
-
-from vllm.lora.ops.torch_ops import bgmv_expand_slice, bgmv_shrink
-
 from langgraph_art_server.serving.cpu_lora import apply_lora, group_rows
+
+# Importing vLLM takes longer than the tests.
+pytestmark = pytest.mark.slow
 
 SLOTS, RANK, IN, WIDTHS = 3, 4, 10, (6, 3)
 
@@ -19,6 +18,9 @@ SLOTS, RANK, IN, WIDTHS = 3, 4, 10, (6, 3)
 @settings(deadline=None, max_examples=50)
 @given(slots=st.lists(st.integers(-1, SLOTS - 1), min_size=1, max_size=12), seed=st.integers(0, 100))
 def test_equals_vllms_operators_for_any_mix_of_adapters(slots: list[int], seed: int) -> None:
+    pytest.importorskip("vllm.lora.punica_wrapper.punica_cpu", reason="only the CPU build of vLLM has it")
+    from vllm.lora.ops.torch_ops import bgmv_expand_slice, bgmv_shrink
+
     generator = torch.Generator().manual_seed(seed)
     index = torch.tensor(slots)
     inputs = torch.randn(len(slots), IN, generator=generator)

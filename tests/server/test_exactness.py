@@ -27,6 +27,9 @@ from langgraph_art_server.serving.vllm_command import VllmCommand
 from .rooms import Rooms
 from .stub_engine import PIECE, Answer, StubEngine, logprob, prompt_ids
 
+# Every case starts a server.
+pytestmark = pytest.mark.slow
+
 IDS = (21, 22, 23, 24, 25, 26, 27, 28)
 ASKED = [{"content": "where is my order"}]
 

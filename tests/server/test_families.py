@@ -43,6 +43,7 @@ def test_parsers_by_family(name: str, model_type: str, parsers: tuple[str | None
     assert (family.tool_parser, family.reasoning_parser) == parsers
 
 
+@pytest.mark.slow
 def test_every_parser_is_one_that_vllm_knows() -> None:
     from vllm.reasoning import ReasoningParserManager
     from vllm.tool_parsers import ToolParserManager

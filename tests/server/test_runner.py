@@ -184,7 +184,7 @@ async def test_from_submission_to_serving_version(rooms: Rooms) -> None:
     """Over HTTP, watched by several followers, for two policies at once."""
     submission = prepare(rooms, "k", policies=("clerk", "desk"), calls=20)
     seen: list[list[Job]] = [[] for _ in range(3)]
-    async with rooms.served() as url, httpx.AsyncClient(base_url=url, timeout=60) as http:
+    async with rooms.served() as url, httpx.AsyncClient(verify=False, base_url=url, timeout=60) as http:
         answer = await http.post("/api/submissions", json=submission.model_dump())
         assert answer.status_code == 202
         job = Job.model_validate(answer.json())
@@ -273,7 +273,7 @@ async def test_a_call_that_is_still_open_is_waited_for(rooms: Rooms, shared: Sha
     answer = rooms.stub.next(Answer(wait_at=2))
     submission, before = prepare(rooms, "k"), shared.tasks
     submission.groups[0].runs[0].calls[:] = [CallClaim(call_id="open", node="plan", delivered=True)]
-    async with rooms.served() as url, httpx.AsyncClient(base_url=url, timeout=60) as http:
+    async with rooms.served() as url, httpx.AsyncClient(verify=False, base_url=url, timeout=60) as http:
         body = {"model": "desk", "messages": [{"role": "user", "content": "hi"}], "stream": True, "temperature": 1}
         headers = {HEADER_CALL: "open", HEADER_RUN: "k-0"}
         calling = asyncio.create_task(http.post("/v1/chat/completions", json=body, headers=headers))
@@ -554,7 +554,7 @@ def fine_tuning(rooms: Rooms, key: str) -> SftSubmission:
 
 async def test_fine_tuning_then_rl_that_stays_close_to_it(rooms: Rooms, shared: SharedTrainer) -> None:
     body = fine_tuning(rooms, "warm-up")
-    async with rooms.served() as url, httpx.AsyncClient(base_url=url, timeout=60) as http:
+    async with rooms.served() as url, httpx.AsyncClient(verify=False, base_url=url, timeout=60) as http:
         nobody = await http.post("/api/sft", json=body.model_dump() | {"policy": "nobody"})
         assert nobody.status_code == 404
         assert "nobody" in nobody.text

@@ -324,6 +324,7 @@ with engine.begin() as connection:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [1, 3, 5])
 def test_a_migration_that_was_killed_starts_again(tmp_path: Path, after: int) -> None:
     path = tmp_path / "server.db"

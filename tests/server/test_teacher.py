@@ -24,6 +24,9 @@ from langgraph_art_server.training.teacher import Teacher, TeacherFailed
 from .rooms import AttachedEngine
 from .stub_engine import StubEngine, serving, text_ids, text_of
 
+# Every case starts two servers.
+pytestmark = pytest.mark.slow
+
 VOCABULARY = 100
 
 

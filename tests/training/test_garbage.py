@@ -20,6 +20,9 @@ from langgraph_art_server.training.task import TaskCall, TaskGroup, TaskRun, Tra
 from .conftest import VOCABULARY
 from .tasks import call, policy_task, train_task
 
+# Random garbage takes its time.
+pytestmark = pytest.mark.slow
+
 numbers = st.floats(width=32) | st.sampled_from([0.0, -1.0, 1e30])
 token_ids = st.lists(st.integers(-2, 12) | st.sampled_from([10**12, -(10**30)]), max_size=4)
 garbage_call = st.builds(
