@@ -46,10 +46,12 @@ def set_reward(run: GraphRun, value: RewardValue) -> None:
         value: the reward, its named parts, or a `Score`.
 
     Raises:
-        BadReward: a number is not finite, or a node is none that called a policy in this run.
+        BadReward: there is no number, one is not finite, or a node is none that called a policy in this run.
         TypeError, ValueError: something is no number.
     """
     total, nodes = (value.reward, value.nodes) if isinstance(value, Score) else (value, {})
+    if total is None:
+        raise BadReward("it returned None: is a return missing?")
     parts = {str(name): float(part) for name, part in total.items()} if isinstance(total, Mapping) else {}
     reward = math.fsum(parts.values()) if isinstance(total, Mapping) else float(total)
     if not math.isfinite(reward):

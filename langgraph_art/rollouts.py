@@ -316,7 +316,7 @@ def _check_runs(groups: Sequence[RunGroup]) -> None:
     first = f"{_where(failed[0])}: {failed[0].error.type}: {failed[0].error.message}" if failed else ""  # type: ignore[union-attr]
     if all(run.error is not None and run.error.infrastructure for run in runs):
         raise RolloutFailed(
-            f"All {len(runs)} runs failed for reasons outside the policy. The first: {first}. "
+            f"All {len(runs)} runs failed for reasons outside the policy. The first: {first.rstrip('.')}. "
             "Is the server up (`langgraph-art doctor`)? Is the time limit long enough?",
             groups=groups,
         )

@@ -270,6 +270,14 @@ class Trainer:
     def _check_called(self, groups: Sequence[RunGroup]) -> None:
         calls = [call for group in groups for run in group.runs for call in run.calls if call.art]
         called = {call.version.partition("@")[0] for call in calls if call.version is not None}
+        if not called and (failed := [call for call in calls if call.error is not None]):
+            error = failed[0].error
+            assert error is not None
+            raise NoCallsRecorded(
+                f"No call of a policy was answered. The first one, at node {failed[0].node!r}, failed: "
+                f"{error.type}: {error.message}",
+                groups=groups,
+            )
         if not called & set(self.policies):
             raise NoCallsRecorded(
                 f"No run called a policy of {self.policies}; their ChatART calls asked for "

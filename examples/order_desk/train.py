@@ -6,9 +6,9 @@ curve, ``summary.json``, every run and the trained adapter in the output directo
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Iterable
+from datetime import datetime
 from pathlib import Path
 from statistics import mean
 from typing import Annotated
@@ -24,6 +24,7 @@ from examples.order_desk.data import LabelledTicket, load_tickets
 from examples.order_desk.graph import QUEUES, Ticket, graph
 from examples.order_desk.reward import Scorer
 from langgraph_art import EmbeddedServer, TrainConfig, Trainer
+from langgraph_art.errors import ArtError
 from langgraph_art.history import Evaluation
 from langgraph_art.report import comparison_table, plot_history, summarize, write_summary
 
@@ -38,14 +39,20 @@ def main(
     steps: Annotated[int, typer.Option(envvar="STEPS", help="Updates to make.")] = 18,
     seed: Annotated[int, typer.Option(envvar="SEED", help="Seed of the adapter and of the order of tickets.")] = 0,
     out: Annotated[
-        Path | None, typer.Option(help="Output directory. Default: runs/order_desk/seed-<seed>, replaced if it exists.")
+        Path | None,
+        typer.Option(
+            help="Output directory. Default: runs/order_desk/seed-<seed>; an older one there gets another name."
+        ),
     ] = None,
 ) -> None:
     """Train the order desk and compare it with the untrained one on held-out tickets."""
     console = Console()
     if out is None:
         out = Path("runs/order_desk") / f"seed-{seed}"
-        shutil.rmtree(out, ignore_errors=True)
+        if out.exists():
+            older = out.with_name(f"{out.name}-until-{datetime.now():%Y%m%d-%H%M%S}")
+            out.rename(older)
+            console.print(f"The results of an earlier run are now in {older}.")
     elif out.exists() and any(out.iterdir()):
         raise typer.BadParameter(f"{out} is not empty; the demo would mix with what is there", param_hint="--out")
     train, heldout = load_tickets("train"), load_tickets("heldout")
@@ -121,4 +128,7 @@ def answers_table(tickets: list[LabelledTicket], untrained: Evaluation, trained:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    try:
+        typer.run(main)
+    except ArtError as error:
+        sys.exit(f"error: {error}")

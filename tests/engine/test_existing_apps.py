@@ -83,7 +83,7 @@ def test_what_is_written_for_anthropic(load: Load, client: Client, policy: str) 
         graph = StateGraph(MessagesState).add_node("ask", ask).add_edge(START, "ask").compile()
         with record(sampling={"temperature": 1.0, "max_tokens": 3}) as run:
             graph.invoke({"messages": [HumanMessage("Oslo?")]})
-    same_at_the_server(run, client, untrainable="constrained")  # the app forces a tool
+    same_at_the_server(run, client, untrainable="constrained")  # parallel_tool_calls=False: vLLM applies a grammar
     assert run.calls[0].messages[0]["content"][0]["cache_control"]
 
 

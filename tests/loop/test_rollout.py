@@ -382,7 +382,7 @@ async def _raises_later(run: GraphRun) -> float:
         (_raises_later, "ZeroDivisionError: no words"),
         (lambda run: math.nan, "it returned nan, which is not a finite number"),
         (lambda run: {"a": 1.0, "b": math.inf}, "not a finite number"),
-        (lambda run: None, "TypeError"),
+        (lambda run: None, "it returned None"),
         (lambda run: next(iter([])), "StopIteration"),
         (lambda run: Score(math.nan), "it returned nan, which is not a finite number"),
         (

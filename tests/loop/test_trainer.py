@@ -219,6 +219,21 @@ def test_a_policy_that_the_graph_does_not_call(stub: StubServer) -> None:
     assert [len(group.runs) for group in training.groups] == [2, 2]
 
 
+def test_calls_that_were_all_refused_are_not_said_to_ask_for_another_policy(stub: StubServer) -> None:
+    training = Trainer(
+        build(),
+        [{"text": "!overflow"}],
+        lambda run: 0.0,
+        policies=["desk"],
+        runs_per_input=2,
+        inputs_per_step=1,
+        progress=False,
+    )
+    with pytest.raises(NoCallsRecorded, match=r"No call of a policy was answered\..* the context holds 2048") as caught:
+        training.fit(1)
+    assert [len(group.runs) for group in caught.value.groups] == [2]
+
+
 def test_the_groups_of_a_failed_update_can_be_trained_again(stub: StubServer) -> None:
     training = trainer()
     stub.fail = "the disk is full"
