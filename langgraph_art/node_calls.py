@@ -25,6 +25,10 @@ from langgraph_art.runs import NodeCall
 _VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*@\d+")
 
 
+_EMPTY = NodeCall(call_id="", node="", model="", messages=[], started_at=datetime.fromtimestamp(0, UTC))
+"""What new calls are copies of, which is cheaper than setting each default; no default is mutable."""
+
+
 class CallHandler(BaseCallbackHandler):
     """Base of the handlers that write down calls; a subclass says which are its own. Safe under threads.
 
@@ -90,14 +94,16 @@ class CallHandler(BaseCallbackHandler):
         if not self._takes(str(run_id)):
             return
         namespace = namespace_here(metadata)
-        call = NodeCall.model_construct(  # as validation would copy every message
-            call_id=str(run_id),
-            node=node_path(namespace),
-            namespace=namespace,
-            model=str(params.get("model") or params.get("model_name") or metadata.get("ls_model_name") or ""),
-            messages=[self._as_dict(message) for message in messages],
-            tools=_tools(params),
-            started_at=now(),
+        call = _EMPTY.model_copy(  # as validation would copy every message
+            update={
+                "call_id": str(run_id),
+                "node": node_path(namespace),
+                "namespace": namespace,
+                "model": str(params.get("model") or params.get("model_name") or metadata.get("ls_model_name") or ""),
+                "messages": [self._as_dict(message) for message in messages],
+                "tools": _tools(params),
+                "started_at": now(),
+            }
         )
         self._add(call)
 

@@ -95,7 +95,9 @@ def _caller() -> str | None:
         me = threading.get_ident()
         others = (frame for thread, frame in sys._current_frames().items() if thread != me)
         waiting = (_application(frame) for frame in others if frame.f_globals.get("__name__") == "threading")
-        frame = next((frame for frame in waiting if frame is not None), None)
+        # Worker threads of libraries wait all the time, for other things.
+        own = (frame for frame in waiting if frame is not None and "site-packages" not in frame.f_code.co_filename)
+        frame = next(own, None)
     return None if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
