@@ -349,7 +349,7 @@ class ChatART(ChatOpenAI):
         call = current_call()
         if call.recorder is not None:
             call.recorder.sent(call.call_id)
-            _override_sampling(payload, call.recorder.sampling)
+            override_sampling(payload, call.recorder.sampling)
         payload["extra_headers"] = {**(payload.get("extra_headers") or {}), **call.headers()}
         return payload
 
@@ -405,7 +405,7 @@ def _after_stream(texts: list[str], kwargs: dict[str, Any]) -> Iterator[ChatGene
         yield ChatGenerationChunk(message=message)
 
 
-def _override_sampling(payload: dict[str, Any], sampling: dict[str, Any]) -> None:
+def override_sampling(payload: dict[str, Any], sampling: dict[str, Any]) -> None:
     """Put the recording's sampling parameters in the place of the app's, wherever the app has set them."""
     extra = {**(payload.pop("extra_body", None) or {})}
     for name, value in sampling.items():

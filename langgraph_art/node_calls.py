@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -29,7 +30,7 @@ _EMPTY = NodeCall(call_id="", node="", model="", messages=[], started_at=datetim
 """What new calls are copies of, which is cheaper than setting each default; no default is mutable."""
 
 
-class CallHandler(BaseCallbackHandler):
+class CallHandler(BaseCallbackHandler, ABC):
     """Base of the handlers that write down calls; a subclass says which are its own. Safe under threads.
 
     It runs inline, in the caller's own task: only so can it tell `ChatART`, which gets no run manager when it streams,
@@ -43,13 +44,13 @@ class CallHandler(BaseCallbackHandler):
         self._lock = threading.Lock()
         self._in_flight: dict[str, NodeCall] = {}  # by call id
 
+    @abstractmethod
     def _takes(self, call_id: str) -> bool:
         """Whether a call that starts now, in this context, is this handler's."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _add(self, call: NodeCall) -> None:
         """Keep a call that begins."""
-        raise NotImplementedError
 
     def _ended(self, call: NodeCall, error: BaseException | None) -> None:
         """Note how a call ended. Runs under the lock."""

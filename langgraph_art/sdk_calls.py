@@ -17,7 +17,7 @@ from langchain_core.outputs import ChatGeneration, LLMResult
 from langchain_core.runnables.config import ensure_config
 from openai.types.chat import ChatCompletion
 
-from langgraph_art.chat_model import ChatART, _override_sampling
+from langgraph_art.chat_model import ChatART, override_sampling
 from langgraph_art.recorder import calling, current_call
 
 
@@ -34,7 +34,7 @@ class SdkCall:
         call = current_call()
         if call.recorder is not None:
             call.recorder.sent(call.call_id)
-            _override_sampling(request, call.recorder.sampling)
+            override_sampling(request, call.recorder.sampling)
         self.headers = call.headers()
         self.request = {**request, "extra_headers": {**(request.get("extra_headers") or {}), **self.headers}}
         self._generations: list[ChatGeneration] = []

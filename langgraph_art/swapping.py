@@ -34,9 +34,10 @@ from langchain_core.tracers.context import register_configure_hook
 from langgraph_art import failures
 from langgraph_art.chat_model import ChatART
 from langgraph_art.node_calls import namespace_of, node_path
+from langgraph_art.node_paths import matches
 from langgraph_art.patching import Patch
 from langgraph_art.translation import call_settings, names_of, object_settings
-from langgraph_art.unattributed import _caller
+from langgraph_art.unattributed import caller
 
 log = logging.getLogger(__name__)
 
@@ -175,7 +176,10 @@ class Swap(BaseCallbackHandler):
 
     def key_for(self, node: str, names: list[str]) -> str | None:
         """The first key that fits a call."""
-        return next((key for key in self._models if any(fnmatchcase(n, key) for n in names) or _holds(node, key)), None)
+        return next(
+            (key for key in self._models if any(fnmatchcase(n, key) for n in names) or (node and matches(node, key))),
+            None,
+        )
 
     def call_for(self, model: BaseChatModel, node: str, kwargs: Mapping[str, Any]) -> _Call | None:
         """The call to make in the place of the app's; ``None`` to let that one be."""
@@ -225,7 +229,7 @@ class Swap(BaseCallbackHandler):
     def lost(self, model: BaseChatModel, kwargs: Mapping[str, Any]) -> None:
         """Note a call that was made outside the context of every swap, for example in a plain thread."""
         reason = (
-            f"called at {_caller()} outside the context of the block, as in a plain thread; if it is the graph's, "
+            f"called at {caller()} outside the context of the block, as in a plain thread; if it is the graph's, "
             "start the thread with contextvars.copy_context().run"
         )
         self._miss(_title(model, names_of(model, kwargs)), "", reason)
@@ -492,12 +496,6 @@ def _model_of(policy: str | ChatART | None, fallback: float | None) -> ChatART |
     clients = {"root_client": blocking, "client": blocking.chat.completions}
     clients |= {"root_async_client": waiting, "async_client": waiting.chat.completions}
     return model.model_copy(update={**clients, "request_timeout": fallback, "max_retries": 0})
-
-
-def _holds(path: str, pattern: str) -> bool:
-    parts, wanted = path.split("|"), pattern.split("|")
-    ways = (parts[start : start + len(wanted)] for start in range(len(parts) - len(wanted) + 1))
-    return bool(path) and any(all(map(fnmatchcase, way, wanted)) for way in ways)
 
 
 def _title(model: BaseChatModel, names: list[str]) -> str:

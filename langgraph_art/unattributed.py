@@ -63,7 +63,7 @@ class Unattributed(CallHandler):
         return current.get() is self and bool(self.open) and not any(r.has(call_id) for r in list(self.open))
 
     def _add(self, call: NodeCall) -> None:
-        call.caller = _caller()
+        call.caller = caller()
         with self._lock:
             self._in_flight[call.call_id] = call
             self.calls.append(call)
@@ -84,7 +84,7 @@ class Unattributed(CallHandler):
         )
 
 
-def _caller() -> str | None:
+def caller() -> str | None:
     """File and line of the application's code that makes a call.
 
     A pool that was given the model's own method has none in its thread. Then it is the line at which another thread

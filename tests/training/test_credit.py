@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from langgraph_art.node_paths import matches
 from langgraph_art.protocol import TrainConfig
 from langgraph_art_server.training.advantages import group_advantages
 from langgraph_art_server.training.credit import call_advantages
-from langgraph_art_server.training.nodes import chosen, matches, weight_of
+from langgraph_art_server.training.nodes import chosen, weight_of
 from langgraph_art_server.training.task import TaskGroup, TaskRun
 
 from .tasks import call

@@ -12,8 +12,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from langgraph_art.node_paths import matches
 from langgraph_art.protocol import CallClaim, RecordedCall, RunSubmission, Submission, TrainConfig
-from langgraph_art_server.training.nodes import chosen, matches
+from langgraph_art_server.training.nodes import chosen
 from langgraph_art_server.training.task import TaskCall, TaskGroup, TaskRun
 
 
