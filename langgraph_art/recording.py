@@ -17,7 +17,7 @@ from langgraph_art.instrument import record_as_environment_says
 from langgraph_art.recorder import Recorder
 from langgraph_art.remote import telling_remote_graphs
 from langgraph_art.runs import GraphRun
-from langgraph_art.unattributed import UNATTRIBUTED, current
+from langgraph_art.unattributed import UNATTRIBUTED, current, noting_lines
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:~-]{0,127}")
 
@@ -89,7 +89,7 @@ def record(
     run.reward_parts, run.node_rewards = {}, {}
     recorder.open()
     try:
-        with telling_remote_graphs:
+        with telling_remote_graphs, noting_lines:
             yield run
     except BaseException as error:
         recorder.fail(error)

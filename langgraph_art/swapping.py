@@ -37,7 +37,7 @@ from langgraph_art.node_calls import namespace_of, node_path
 from langgraph_art.node_paths import matches
 from langgraph_art.patching import Patch
 from langgraph_art.translation import call_settings, names_of, object_settings
-from langgraph_art.unattributed import caller
+from langgraph_art.unattributed import caller, noting_lines
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ def swap(policies: Mapping[str, str | ChatART | None], *, fallback: float | None
     """
     swapping = _new(policies, fallback)
     outer = _active.get()
-    with _redirected:
+    with _redirected, noting_lines:
         _open.add(swapping)
         _active.set(swapping)
         try:

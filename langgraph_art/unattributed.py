@@ -7,15 +7,19 @@ a plain pool start with an empty one.
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import warnings
 from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from langgraph_art.node_calls import CallHandler
+from langgraph_art.patching import Patch
 from langgraph_art.runs import NodeCall
 
 if TYPE_CHECKING:
@@ -87,23 +91,38 @@ class Unattributed(CallHandler):
 def caller() -> str | None:
     """File and line of the application's code that makes a call.
 
-    A pool that was given the model's own method has none in its thread. Then it is the line at which another thread
-    waits; in an event loop nothing waits, and there is no line to be told.
+    A pool that was given the model's own method has none in its thread. Then it is the line that handed the work to the
+    pool; or, for pools that are not Python's executors, that at which another thread waits.
     """
-    frame = _application(sys._getframe())
-    if frame is None:
+    line = _line(sys._getframe())
+    if line is None:
         me = threading.get_ident()
         others = (frame for thread, frame in sys._current_frames().items() if thread != me)
         waiting = (_application(frame) for frame in others if frame.f_globals.get("__name__") == "threading")
         # Worker threads of libraries wait all the time, for other things.
         own = (frame for frame in waiting if frame is not None and "site-packages" not in frame.f_code.co_filename)
-        frame = next(own, None)
-    return None if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        line = next((_at(frame) for frame in own), None)
+    return line
+
+
+def _line(frame: FrameType | None) -> str | None:
+    """File and line of the innermost application's frame, or of the one that handed its thread this work."""
+    found = _application(frame)
+    if found is not None and found.f_code is _handed_over.__code__:
+        line: str | None = found.f_locals["line"]
+        return line
+    return None if found is None else _at(found)
+
+
+def _at(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _application(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame that is neither Python's own nor a framework's."""
+    """The innermost frame that is neither Python's own nor a framework's, or that of work handed to a thread."""
     while frame is not None:
+        if frame.f_code is _handed_over.__code__:
+            return frame
         package = str(frame.f_globals.get("__name__")).partition(".")[0]
         if package not in _PLUMBING and not package.startswith("langchain"):
             return frame
@@ -111,6 +130,21 @@ def _application(frame: FrameType | None) -> FrameType | None:
     return None
 
 
+def _handed_over(line: str | None, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Work in an executor's thread; its frame there knows the line that it comes from."""
+    return function(*args, **kwargs)
+
+
+def _with_line(submit: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(submit)
+    def submit_with_line(self: ThreadPoolExecutor, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        return submit(self, _handed_over, _line(sys._getframe(1)), function, *args, **kwargs)
+
+    return submit_with_line
+
+
+noting_lines = Patch(ThreadPoolExecutor, {"submit": _with_line})
+"""While it is entered, work in an executor's thread knows the line that handed it over."""
 UNATTRIBUTED = Unattributed()
 current: ContextVar[CallHandler | None] = ContextVar("langgraph_art_recorder", default=UNATTRIBUTED)
 """What records in this context: a `Recorder`; ``None`` after its end; before any, the handler above."""

@@ -9,6 +9,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -78,18 +79,48 @@ def test_a_call_in_a_plain_thread_is_kept_with_its_line(stub: OpenAIStub) -> Non
     assert {request.call for request in stub.log if request.run is None} == {call.call_id for call in lost}
 
 
-def test_a_pool_that_is_given_the_models_method_is_told_by_who_waits(stub: OpenAIStub) -> None:
+def test_a_pool_that_is_given_the_models_method_is_told_by_who_fills_it(stub: OpenAIStub) -> None:
     llm = ChatART(model="desk")
 
     def spread(state: MessagesState) -> dict[str, Any]:
         with ThreadPoolExecutor(2) as pool:
-            list(pool.map(llm.invoke, ["!slow 0.05", "!slow 0.1"]))  # this line
+            list(pool.map(llm.invoke, ["!slow 0.05", "b", "c"]))  # this line
+        return ask_model(state)
+
+    with pytest.warns(UnattributedCall), record():
+        graph_of(spread=spread).invoke(said("hello"))
+    assert [here(call).endswith("# this line") for call in unattributed_calls()] == [True] * 3
+
+
+def test_another_kind_of_pool_is_told_by_who_waits(stub: OpenAIStub) -> None:
+    llm = ChatART(model="desk")
+
+    def spread(state: MessagesState) -> dict[str, Any]:
+        with ThreadPool(2) as pool:
+            pool.map(llm.invoke, ["!slow 0.05", "!slow 0.1"])  # this line
         return ask_model(state)
 
     with pytest.warns(UnattributedCall), record():
         graph_of(spread=spread).invoke(said("hello"))
     # A pool may be faster than the node that fills it; who waits at all waits at that line.
     assert any(call.caller and here(call).endswith("# this line") for call in unattributed_calls())
+
+
+async def test_an_event_loops_executor_that_is_given_the_models_method(stub: OpenAIStub) -> None:
+    """Nothing of the app is on the stack there, and in an event loop no thread waits at the line either."""
+    llm = ChatART(model="desk")
+    submit = ThreadPoolExecutor.submit
+
+    async def spread(state: MessagesState) -> dict[str, Any]:
+        await asyncio.get_running_loop().run_in_executor(None, llm.invoke, "x")  # this line
+        return {"messages": []}
+
+    with pytest.warns(UnattributedCall, match="'desk'") as shown, record():
+        await graph_of(spread=spread).ainvoke(said("hello"))
+    (lost,) = unattributed_calls()
+    assert here(lost).endswith("# this line")
+    assert lost.caller == f"{shown[0].filename}:{shown[0].lineno}"
+    assert ThreadPoolExecutor.submit is submit, "nothing stays behind"
 
 
 async def test_an_executor_and_a_whole_graph_without_context(stub: OpenAIStub) -> None:
