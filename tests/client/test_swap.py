@@ -25,6 +25,7 @@ from pydantic import BaseModel
 from langgraph_art import ChatART, record, rollout, swap, swap_all
 from langgraph_art.async_http import per_loop_client
 
+from .graphs import graph_of
 from .openai_stub import OpenAIStub
 
 ENTRY_POINTS = ("generate", "agenerate", "stream", "astream", "stream_events", "astream_events", "__init__")
@@ -220,6 +221,28 @@ async def test_streams_of_a_graph(gpt: ChatOpenAI) -> None:
     assert "".join(parts).strip() == "re: a b"
     assert len(parts) > 2
     assert [call.model for call in run.calls] == ["p"]
+
+
+@pytest.mark.filterwarnings("ignore::langchain_core._api.beta_decorator.LangChainBetaWarning")
+async def test_events_of_a_graph(gpt: ChatOpenAI, stub: OpenAIStub) -> None:
+    async def say(state: MessagesState) -> dict[str, Any]:
+        return {"messages": [await gpt.ainvoke(state["messages"])]}
+
+    sync, waiting = one_node(gpt), graph_of(say=say)
+    with swap({"say": "p"}) as swapped, record() as run:
+        with sync.stream_events(ask("a b"), version="v3") as events:
+            texts = [str(message.text) for message in events.messages]
+            assert events.output["messages"][-1].text.strip() == "re: a b"
+        stream = await waiting.astream_events(ask("c d"), version="v3")
+        async with stream:
+            later = [str(await message.text) async for message in stream.messages]
+            assert (await stream.output())["messages"][-1].text.strip() == "re: c d"
+    assert [text.strip() for text in texts + later] == ["re: a b", "re: c d"]
+    assert [(call.model, call.node, call.delivered, call.version) for call in run.calls] == [
+        ("p", "say", True, "p@7")
+    ] * 2
+    assert [request.call for request in stub.log] == [call.call_id for call in run.calls]
+    assert not swapped.problems()
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling", "json_mode"])
