@@ -42,7 +42,7 @@ from langgraph_art_server.storage.policies import PolicyStore
 from langgraph_art_server.training import runner as runner_module
 from langgraph_art_server.training.runner import MAX_WORKER_DEATHS
 from langgraph_art_server.training.task import SftTask, Trained, TrainTask
-from langgraph_art_server.training.trainer import OutOfMemory, Trainer, WorkerDied
+from langgraph_art_server.training.trainer import OutOfMemory, Trainer, WorkerDied, WorkerKilled
 
 from ..training.conftest import tiny_llama
 from .records import recorded
@@ -527,6 +527,45 @@ async def test_the_packing_plan_is_stored_before_it_is_used_and_replayed(
     metrics = job.result.updates[0].metrics
     assert (metrics["token_budget"], metrics["gradient_checkpointing"]) == (32, 1)
     assert on_disk(rooms) == rooms.policies.directories()
+
+
+async def test_a_worker_that_is_killed_again_gets_a_smaller_plan(
+    rooms: Rooms, shared: SharedTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by the kernel, which ends a process that takes too much memory; here, while activations are kept."""
+    plans: list[PackingPlan] = []
+    train = shared.train
+
+    async def short_of_memory(task: TrainTask | SftTask, on_progress: Callable[[int, int], None]) -> Trained:
+        plans.append(PackingPlan(task.token_budget or 0, bool(task.checkpointing)))
+        assert rooms.jobs.plan(task.task_id) == plans[-1], "stored first"
+        if not plans[-1].checkpointing:
+            assert shared._process is not None
+            os.kill(shared._process.pid, signal.SIGKILL)
+        return await train(task, on_progress)
+
+    monkeypatch.setattr(shared, "train", short_of_memory)
+    rooms.runner.start()
+    job = await ended(rooms, await rooms.runner.submit(prepare(rooms, "k", calls=4)))
+    assert job.state == "finished"
+    assert plans == [PackingPlan(64, False), PackingPlan(64, False), PackingPlan(64, True)]
+    assert on_disk(rooms) == rooms.policies.directories()
+
+
+async def test_a_worker_that_is_killed_with_the_smallest_plan_fails_the_job(
+    rooms: Rooms, shared: SharedTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budgets: list[int] = []
+
+    async def killed(task: TrainTask | SftTask, on_progress: Callable[[int, int], None]) -> Trained:
+        budgets.append(task.token_budget or 0)
+        raise WorkerKilled("exit code -9")
+
+    monkeypatch.setattr(shared, "train", killed)
+    rooms.runner.start()
+    job = await ended(rooms, await rooms.runner.submit(prepare(rooms, "k")))  # calls of 15 tokens
+    assert (job.state, job.error) == ("failed", "exit code -9")
+    assert budgets == [64] * 4 + [32] * 2 + [16] * 2 + [8] * 2 + [4] * 3
 
 
 # -- warm-up, reference, teacher --------------------------------------------------------------------------------------

@@ -124,12 +124,12 @@ class JobStore:
         return None if budget is None else PackingPlan(budget, checkpointing)
 
     def keep_plan(self, job_id: str, plan: PackingPlan) -> None:
-        """Store the packing plan that the job will be computed with from here on."""
+        """Store the packing plan that the job will be computed with from here on; the deaths before it do not count."""
         with self._database.write(durable=True) as connection:
             connection.execute(
                 update(jobs)
                 .where(jobs.c.id == job_id)
-                .values(token_budget=plan.token_budget, checkpointing=plan.checkpointing)
+                .values(token_budget=plan.token_budget, checkpointing=plan.checkpointing, worker_deaths=0)
             )
 
     def next(self, *states: JobState) -> str | None:

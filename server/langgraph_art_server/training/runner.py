@@ -23,18 +23,19 @@ from langgraph_art_server.serving.adapters import Adapters
 from langgraph_art_server.serving.compute import ComputeLease
 from langgraph_art_server.serving.gateway import Gateway
 from langgraph_art_server.storage.calls import CallStore
-from langgraph_art_server.storage.jobs import JobStore, NewVersion
+from langgraph_art_server.storage.jobs import JobStore, NewVersion, PackingPlan
 from langgraph_art_server.storage.policies import Head, PolicyStore
+from langgraph_art_server.training.back_off import smaller_plan
 from langgraph_art_server.training.examples import ChatTokenizer, recorded_answers
 from langgraph_art_server.training.join import join
 from langgraph_art_server.training.task import Lineage, PolicyTask, SftTask, Trained, TrainTask
 from langgraph_art_server.training.teacher import Teacher, TeacherFailed
-from langgraph_art_server.training.trainer import OutOfMemory, TaskFailed, Trainer, WorkerDied
+from langgraph_art_server.training.trainer import OutOfMemory, TaskFailed, Trainer, WorkerDied, WorkerKilled
 
 log = logging.getLogger(__name__)
 
 MAX_WORKER_DEATHS = 3
-"""How often a job may lose its worker before it fails."""
+"""How often a job may lose its worker with one packing plan before it fails."""
 _OPEN_CALLS_TIMEOUT = 30.0
 _RETRY = 5.0
 CHECKPOINTS = "checkpoints"
@@ -71,6 +72,8 @@ class Runner:
         self._changed = asyncio.Condition()
         # (packs done, packs in all) of the job in hand; not worth storing.
         self._progress: dict[str, tuple[int, int]] = {}
+        # The plan with which a job's worker was last killed.
+        self._killed: dict[str, PackingPlan] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -160,7 +163,7 @@ class Runner:
                 await self._serve(job_id, update.policy, update.version)
         job.result.seconds["load"] = time.monotonic() - begun
         await asyncio.to_thread(self._jobs.finish, job_id, job.result)
-        self._progress.pop(job_id, None)
+        self._forget(job_id)
         await self._notify()
 
     async def _train(self, job: Job) -> None:
@@ -226,12 +229,24 @@ class Runner:
             planned = task.model_copy(
                 update={"token_budget": plan.token_budget, "checkpointing": plan.checkpointing},
             )
+            await self._trainer.start()  # a worker that dies before it has the task says nothing about the plan
             try:
                 return await self._trainer.train(planned, lambda done, total: self._on_progress(job_id, done, total))
             except OutOfMemory as error:
                 self._delete(task)
                 plan = error.plan
                 log.warning("job %s ran out of memory; trying again with %s", job_id, plan)
+                await asyncio.to_thread(self._jobs.keep_plan, job_id, plan)
+            except WorkerKilled as error:
+                self._delete(task)
+                # One kill may be an operator's, and must change nothing; the kernel's comes again with the same plan.
+                again = self._killed.get(job_id) == plan
+                self._killed[job_id] = plan
+                smaller = _smaller(task, plan, error) if again else None
+                if smaller is None:
+                    raise
+                plan = smaller
+                log.warning("job %s had its worker killed twice with one plan; trying again with %s", job_id, plan)
                 await asyncio.to_thread(self._jobs.keep_plan, job_id, plan)
             except BaseException:
                 self._delete(task)
@@ -355,8 +370,12 @@ class Runner:
 
     async def _fail(self, job_id: str, error: str) -> None:
         await asyncio.to_thread(self._jobs.fail, job_id, error)
-        self._progress.pop(job_id, None)
+        self._forget(job_id)
         await self._notify()
+
+    def _forget(self, job_id: str) -> None:
+        self._progress.pop(job_id, None)
+        self._killed.pop(job_id, None)
 
     def _on_progress(self, job_id: str, done: int, total: int) -> None:
         self._progress[job_id] = (done, total)
@@ -381,3 +400,19 @@ class Runner:
 
 def _parts(task: TrainTask | SftTask) -> Sequence[Lineage]:
     return task.policies if isinstance(task, TrainTask) else [task.policy]
+
+
+def _smaller(task: TrainTask | SftTask, plan: PackingPlan, error: BaseException) -> PackingPlan | None:
+    """The next smaller packing plan; ``None`` if there is none."""
+    if isinstance(task, SftTask):
+        lengths = [len(example.prompt_ids) + len(example.answer_ids) for example in task.examples]
+    else:
+        runs = (run for part in task.policies for group in part.groups for run in group.runs)
+        lengths = [len(call.prompt_ids) + len(call.sampled_ids) for run in runs for call in run.calls]
+    try:
+        less = smaller_plan(
+            task.task_id, plan.token_budget, plan.checkpointing, longest=max(lengths, default=0), error=error
+        )
+    except MemoryError:
+        return None
+    return PackingPlan(less.token_budget, less.checkpointing)

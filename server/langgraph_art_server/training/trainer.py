@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +38,10 @@ _MESSAGE: TypeAdapter[Ready | Progress | Trained | BackOff | Failed] = TypeAdapt
 
 class WorkerDied(Exception):
     """The worker process ended without an answer; the message holds its last log lines."""
+
+
+class WorkerKilled(WorkerDied):
+    """A SIGKILL ended the worker: of the kernel, for want of memory, or of an operator."""
 
 
 class TaskFailed(Exception):
@@ -121,7 +126,7 @@ class Trainer:
             on_progress: Called with (packs done, packs in all).
 
         Raises:
-            WorkerDied: The process ended before it answered.
+            WorkerDied: The process ended before it answered; WorkerKilled, by a SIGKILL.
             TaskFailed: It said why it could not do it.
             OutOfMemory: It may fit with another packing plan.
             OSError: It could not do it now; a full disk, for example.
@@ -148,7 +153,7 @@ class Trainer:
                     case Ready():
                         raise WorkerDied("the trainer worker restarted by itself")
         except (BrokenPipeError, ConnectionResetError) as error:
-            raise WorkerDied(self._epitaph(process)) from error
+            raise self._death(process) from error
         except asyncio.CancelledError:
             # Half-done work is of no use, and its answer would be taken for the next task's.
             await self.stop()
@@ -172,15 +177,17 @@ class Trainer:
         line = await process.stdout.readline()
         if not line.endswith(b"\n"):
             await process.wait()
-            raise WorkerDied(self._epitaph(process))
+            raise self._death(process)
         return _MESSAGE.validate_json(line)
 
-    def _epitaph(self, process: asyncio.subprocess.Process) -> str:
+    def _death(self, process: asyncio.subprocess.Process) -> WorkerDied:
         tail = self._log_path.read_bytes()[-2000:].decode(errors="replace").splitlines()[-10:]
+        killed = process.returncode == -signal.SIGKILL
         # SIGKILL is how the kernel ends a process when memory runs out.
-        hint = ", most likely for want of memory: take a smaller --token-budget or --model" * (process.returncode == -9)
-        return f"the trainer worker ended (exit code {process.returncode}{hint}). Its last log lines:\n" + "\n".join(
-            tail
+        hint = ", most likely for want of memory: take a smaller --token-budget or --model" * killed
+        kind = WorkerKilled if killed else WorkerDied
+        return kind(
+            f"the trainer worker ended (exit code {process.returncode}{hint}). Its last log lines:\n" + "\n".join(tail)
         )
 
     def _command(self) -> list[str]:
