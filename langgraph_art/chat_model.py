@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from typing import Any, Literal, cast
 
 import openai
@@ -297,7 +297,7 @@ class ChatART(ChatOpenAI):
         **kwargs: Any,
     ) -> ChatResult:
         # The last place that has the run manager in every case: `_stream` gets none.
-        with calling(run_manager):
+        with calling(run_manager), _naming_server(self.openai_api_base):
             result = super()._generate_with_cache(messages, stop=stop, run_manager=run_manager, **kwargs)
         return _with_parsed(result, kwargs)
 
@@ -308,24 +308,26 @@ class ChatART(ChatOpenAI):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        with calling(run_manager):
+        with calling(run_manager), _naming_server(self.openai_api_base):
             result = await super()._agenerate_with_cache(messages, stop=stop, run_manager=run_manager, **kwargs)
         return _with_parsed(result, kwargs)
 
     def _stream(self, *args: Any, **kwargs: Any) -> Iterator[ChatGenerationChunk]:
         texts: list[str] = []
-        for chunk in super()._stream(*args, **kwargs):
-            texts.append(chunk.text)
-            yield chunk
+        with _naming_server(self.openai_api_base):
+            for chunk in super()._stream(*args, **kwargs):
+                texts.append(chunk.text)
+                yield chunk
         yield from _after_stream(texts, kwargs)
 
     async def _astream(self, *args: Any, **kwargs: Any) -> AsyncIterator[ChatGenerationChunk]:
         texts: list[str] = []
         # Closed at once if the consumer stops, so that the engine does, too.
         async with aclosing(cast("AsyncGenerator[ChatGenerationChunk]", super()._astream(*args, **kwargs))) as chunks:
-            async for chunk in chunks:
-                texts.append(chunk.text)
-                yield chunk
+            with _naming_server(self.openai_api_base):
+                async for chunk in chunks:
+                    texts.append(chunk.text)
+                    yield chunk
         for chunk in _after_stream(texts, kwargs):
             yield chunk
 
@@ -388,6 +390,21 @@ class ChatART(ChatOpenAI):
 
 def _build(kind: type[ChatART], arguments: dict[str, Any]) -> ChatART:
     return kind(**arguments)
+
+
+@contextmanager
+def _naming_server(url: str | None) -> Iterator[None]:
+    """The SDK says "Connection error." and no more; its error goes on as it is, and says where and what to do."""
+    try:
+        yield
+    except openai.APIConnectionError as error:
+        if "langgraph-art" not in error.message:  # a stream may be read inside a call
+            error.message = (
+                f"{error.message.rstrip('.')}: no answer from the langgraph-art server at {url}. Start it with "
+                "`langgraph-art serve`, or set base_url or LANGGRAPH_ART_URL; `langgraph-art doctor` says more."
+            )
+            error.args = (error.message,)
+        raise
 
 
 def _with_parsed(result: ChatResult, kwargs: dict[str, Any]) -> ChatResult:

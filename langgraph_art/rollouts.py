@@ -324,7 +324,9 @@ def _check_runs(groups: Sequence[RunGroup]) -> None:
         why = f" ({len(failed)} of them failed; the first: {first})" if failed else ""
         raise NoCallsRecorded(
             f"None of {len(runs)} runs made a call through ChatART{why}, so there is nothing to train. "
-            f'Replace the chat model of the node to train with ChatART(model="<policy>").{_lost_calls()}',
+            'Replace the chat model of the node to train with ChatART(model="<policy>"). If the calls are made behind '
+            "a RemoteGraph, put them into this error's groups with join_remote, then score and train those."
+            f"{_lost_calls()}",
             groups=groups,
         )
 

@@ -123,6 +123,12 @@ def serve(
     try:
         settings = ServerSettings(**{name: value for name, value in given.items() if value is not None})
     except ValidationError as error:
-        wrong = (f"--{'.'.join(map(str, e['loc'])).replace('_', '-')}: {e['msg']}" for e in error.errors())
-        raise ArtError("; ".join(wrong)) from error
+        raise ArtError("; ".join(f"{_flag(e['loc'], e['input'])}: {e['msg']}" for e in error.errors())) from error
     run(settings)
+
+
+def _flag(place: tuple[int | str, ...], given: Any) -> str:
+    """The flag behind a setting; of one that may be repeated, with the value that is wrong."""
+    name = str(place[0]) if place else ""
+    repeated = {"policies": "policy", "teachers": "teacher"}.get(name)
+    return f"--{name.replace('_', '-')}" if repeated is None else f"--{repeated} {given!r}"

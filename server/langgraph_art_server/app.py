@@ -105,13 +105,14 @@ def create_app(settings: ServerSettings) -> FastAPI:
 
     Raises:
         ModelNotFound: The base model cannot be had, or cannot be trained exactly.
-        ValueError: An option has no effect on the device.
+        ValueError: An option has no effect on the device, or asks for a longer context than the model has.
     """
     device = resolve_device(settings.device)
     settings.check_device(device)
     model = find_model(settings.model)
     if problem := unsupported(model.config):
         raise ModelNotFound(f"--model {settings.model!r}: {problem}; take another model")
+    settings.check_context(model.context_length, stretched=model.stretched)
     data_dir = settings.data_dir.expanduser().resolve()
     logs = data_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -203,3 +204,21 @@ class ServerSettings(BaseSettings):
         wrong = {"cpu": ["gpu_sharing", "train_gpu"], "cuda": ["kv_cache_gb"]}[device]
         if without_effect := sorted(self.model_fields_set & {*wrong}):
             raise ValueError(f"{', '.join(without_effect)} has no effect on the device {device}: leave it out")
+
+    def check_context(self, limit: int, *, stretched: bool) -> None:
+        """Refuse a context that the model does not have, before the engine takes minutes to do so.
+
+        Args:
+            limit: Positions of the model's config.
+            stretched: Whether its positions are scaled beyond that; then the engine decides.
+
+        Raises:
+            ValueError: The message names the limit.
+        """
+        overridden = any(argument.startswith(("--hf-overrides", "--hf_overrides")) for argument in self.engine_args)
+        if self.max_model_len is None or stretched or overridden or os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN"):
+            return
+        if self.max_model_len > limit:
+            raise ValueError(
+                f"--max-model-len {self.max_model_len} is too large: the model's config allows {limit} tokens"
+            )

@@ -5,6 +5,7 @@ Invariant: a directory under the cache is whole or absent; conversion happens be
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import json
 import shutil
@@ -41,6 +42,13 @@ class BaseModel:
         """Longest sequence that the model was made for, in tokens."""
         text_config = self.config.get("text_config", self.config)
         return int(text_config["max_position_embeddings"])
+
+    @property
+    def stretched(self) -> bool:
+        """Whether its positions are scaled, so that the engine may take longer sequences than that."""
+        text_config = self.config.get("text_config", self.config)
+        scaling = text_config.get("rope_scaling") or text_config.get("rope_parameters") or {}
+        return "factor" in scaling
 
 
 def find_model(model: str) -> BaseModel:
@@ -109,9 +117,12 @@ def _download(repository: str) -> Path:
         # The hub's cache names the directory by commit; a link gives it the model's name.
         snapshot = Path(snapshot_download(repository, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model"]))
     except Exception as error:
+        meant = f"; did you mean {BUNDLED}?" * bool(
+            difflib.get_close_matches(repository.lower(), [BUNDLED], cutoff=0.7)
+        )
         raise ModelNotFound(
             f"--model {repository!r} is neither a directory here nor a Hugging Face repository that can be "
-            f"downloaded ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no details'})"
+            f"downloaded ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no details'}){meant}"
         ) from error
     link = CACHE_DIR / "models" / repository.rsplit("/", 1)[-1]
     link.parent.mkdir(parents=True, exist_ok=True)

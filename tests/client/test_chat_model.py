@@ -12,6 +12,7 @@ from typing import Any
 import openai
 import pytest
 from langchain_core.caches import InMemoryCache
+from langchain_core.exceptions import ModelConnectionError
 from langchain_core.globals import set_llm_cache
 from langchain_core.messages import AIMessage
 from langchain_core.runnables import ConfigurableField, RunnableConfig
@@ -20,6 +21,7 @@ from pydantic import BaseModel, SecretStr, ValidationError
 from langgraph_art.chat_model import ChatART
 from langgraph_art.recording import record
 
+from .graphs import graph_of, said
 from .openai_stub import OpenAIStub
 
 RUN, CALL = "x-langgraph-art-run", "x-langgraph-art-call"
@@ -313,3 +315,32 @@ def test_no_warnings_when_built_and_called(stub: OpenAIStub) -> None:
         warnings.simplefilter("error")
         with record():
             ChatART(model="desk").invoke("hi")
+
+
+async def test_an_error_of_the_connection_names_the_server() -> None:
+    """It stays the SDK's and LangChain's, so retries and fallbacks know it."""
+    url = "http://127.0.0.1:9/v1"
+    llm = ChatART(model="desk", base_url=url, max_retries=0)
+    graph = graph_of(plan=lambda state: {"messages": [llm.invoke(state["messages"])]})
+    errors = []
+    for call in (
+        lambda: graph.invoke(said("hi")),
+        lambda: llm.invoke("hi"),
+        lambda: list(llm.stream("hi")),
+        lambda: llm.model_copy(update={"streaming": True}).invoke("hi"),
+    ):
+        with pytest.raises(openai.APIConnectionError) as caught:
+            call()
+        errors.append(caught.value)
+    with pytest.raises(openai.APIConnectionError) as caught:
+        await llm.ainvoke("hi")
+    errors.append(caught.value)
+    with pytest.raises(openai.APIConnectionError) as caught:
+        _ = [chunk async for chunk in llm.astream("hi")]
+    errors.append(caught.value)
+    for error in errors:
+        assert isinstance(error, ModelConnectionError)
+        assert str(error).startswith(f"Connection error: no answer from the langgraph-art server at {url}. Start it")
+        assert str(error).count(url) == 1
+        assert "`langgraph-art serve`" in str(error)
+        assert "`langgraph-art doctor`" in str(error)

@@ -275,6 +275,9 @@ def test_serve_refuses_bad_values(capsys: pytest.CaptureFixture[str], monkeypatc
     assert (code, error.count("\n")) == (1, 1)
     assert "--dtype: Input should be 'auto'" in error
     assert "--port: " in error
+    code, _, error = run(capsys, "serve", "--policy", "good", "--policy", "a b")
+    assert (code, error.count("\n")) == (1, 1)
+    assert "--policy 'a b': String should match" in error
     monkeypatch.setattr(sys, "argv", ["langgraph-art", "serve", "Qwen/Qwen3-0.6B"])
     code, _, error = run(capsys, "serve", "Qwen/Qwen3-0.6B")
     assert (code, error.count("\n")) == (1, 1)

@@ -87,6 +87,26 @@ def test_a_directory_that_is_no_model_is_refused(tmp_path: Path, content: str | 
         find_model(str(tmp_path))
 
 
+def test_a_misspelt_name_of_the_bundled_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(*args: object, **options: object) -> None:
+        raise OSError("no such repository")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
+    with pytest.raises(ModelNotFound, match=r"no such repository\); did you mean smollm2-135m-instruct\?"):
+        find_model("SmolLM2-135M-instuct")
+    with pytest.raises(ModelNotFound, match=r"no such repository\)$"):
+        find_model("Qwen/Qwen3-0.6B")
+
+
+def test_a_longer_context_than_the_models_is_refused_before_the_engine_starts(model: Path, tmp_path: Path) -> None:
+    settings = ServerSettings(model=str(model), data_dir=tmp_path, device="cpu", max_model_len=65)
+    with pytest.raises(ValueError, match="--max-model-len 65 is too large: the model's config allows 64 tokens"):
+        create_app(settings)
+    config = {"model_type": "llama", "max_position_embeddings": 64, "rope_scaling": {"rope_type": "yarn", "factor": 2}}
+    (model / "config.json").write_text(json.dumps(config))
+    create_app(settings)
+
+
 def test_a_taken_port_costs_no_engine_start(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

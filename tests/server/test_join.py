@@ -94,6 +94,11 @@ def test_an_answer_that_never_arrived_does_not_train() -> None:
     assert (result.groups, result.skipped) == ({}, {"call:not_delivered": 1})
 
 
+def test_a_call_that_was_refused_before_sampling_was_not_delivered() -> None:
+    result = joined(run("r1", "too-long", delivered=False), run("r2", "lost"), records=[])
+    assert result.skipped == {"call:not_delivered": 1, "call:not_recorded": 1}
+
+
 def test_the_last_attempt_and_the_first_choice_train() -> None:
     records = [
         recorded("a", attempt=0, sampled_ids=[1, 1]),

@@ -95,7 +95,8 @@ def _calls_of(
         record = max((other for other in found if not other.choice), key=lambda other: other.attempt, default=None)
         skipped["call:unused_choice"] += sum(other.choice > 0 for other in found)
         if record is None:
-            skipped["call:not_recorded"] += 1
+            # Refused before anything was sampled, such as a prompt that is too long, or lost on its way here.
+            skipped["call:not_recorded" if claim.delivered else "call:not_delivered"] += 1
             continue
         skipped["call:retried"] += len({other.attempt for other in found}) - 1
         reason = _why_not(run, claim, record, config, versions)
