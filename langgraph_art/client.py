@@ -254,11 +254,19 @@ class _Core:
             patience = self._patience if self._reached else min(self._patience, _FIRST_CONTACT_PATIENCE)
             return max(0.0, patience - (time.monotonic() - started))
 
+        def say_once(state: tenacity.RetryCallState) -> None:
+            if state.attempt_number == 1 and left() > _FIRST_CONTACT_PATIENCE:
+                outcome = state.outcome
+                away = outcome is None or outcome.failed
+                why = "does not answer" if away else "is busy or restarting"
+                _log.warning("the server at %s %s; waiting for it, %.0f s at most", self.url, why, left())
+
         retrying = tenacity.AsyncRetrying(
             retry=tenacity.retry_if_exception_type(httpx.TransportError)
             | tenacity.retry_if_result(lambda response: response.status_code in _RETRIED_STATUS),
             wait=lambda state: min(_wait_seconds(state), left()),
             stop=lambda state: left() == 0.0,
+            before_sleep=say_once,
             sleep=self._link.sleep,
             retry_error_callback=lambda state: state.outcome.result() if state.outcome is not None else None,
         )

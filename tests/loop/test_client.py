@@ -376,6 +376,25 @@ def test_a_server_that_vanishes_while_waiting_is_reported(stub: StubServer) -> N
             client.wait(job.id)
 
 
+def test_waiting_for_a_server_is_said_once(
+    stub: StubServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub.busy = 3
+    with Client() as client:
+        client.info()
+        said = [record.getMessage() for record in caplog.records if record.name == "langgraph_art.client"]
+        assert said == [f"the server at {stub.url} is busy or restarting; waiting for it, 60 s at most"]
+    caplog.clear()
+    monkeypatch.setattr("langgraph_art.client._FIRST_CONTACT_PATIENCE", 0.1)
+    with Client(patience=0.6) as client:
+        client.info()
+        stub.stop()
+        with pytest.raises(ServerUnreachable):
+            client.info()
+    said = [record.getMessage() for record in caplog.records if record.name == "langgraph_art.client"]
+    assert said == [f"the server at {stub.url} does not answer; waiting for it, 1 s at most"]
+
+
 @pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
 def test_the_url_may_be_the_gateways(stub: StubServer, suffix: str) -> None:
     with Client(stub.url + suffix) as client:
