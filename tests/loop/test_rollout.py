@@ -13,7 +13,7 @@ import textwrap
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -499,3 +499,13 @@ def test_ctrl_c_ends_a_rollout_soon(stub: StubServer, inside_a_loop: bool) -> No
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=10)
     assert output.split() == ["cleaned"] * 3 + ["interrupted"]
+
+
+def test_a_group_reward_gets_whole_groups(stub: StubServer) -> None:
+    class Ranks:
+        async def score_group(self, runs: Sequence[GraphRun], /) -> list[Any]:
+            return [Score(place, info={"of": len(runs)}) for place in range(len(runs))]
+
+    groups = rollout(build(before=in_turn("a", "!500", "b")), [{"text": "x"}], n=3, reward=Ranks())
+    assert sorted(run.reward for run in groups[0].runs if run.reward is not None) == [0.0, 1.0]
+    assert [run.reward_info for run in groups[0].runs if run.error is None] == [{"of": 2}] * 2
