@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from langgraph_art.recording import record
     from langgraph_art.redaction import redact_texts, set_redaction
     from langgraph_art.remote import join_remote
-    from langgraph_art.rewards import Score
+    from langgraph_art.rewards import BadReward, GroupReward, Judge, Score
     from langgraph_art.rollouts import arollout, ascore, rollout, score
     from langgraph_art.runs import (
         GraphRun,
@@ -43,12 +43,15 @@ if TYPE_CHECKING:
 _HOMES = {
     "ArtError": "errors",
     "AsyncClient": "client",
+    "BadReward": "rewards",
     "ChatART": "chat_model",
     "Client": "client",
     "DeletedRun": "protocol",
     "EmbeddedServer": "embedded",
     "Evaluation": "history",
     "GraphRun": "runs",
+    "GroupReward": "rewards",
+    "Judge": "rewards",
     "LoraConfig": "protocol",
     "NodeCall": "runs",
     "RunError": "runs",
@@ -84,12 +87,15 @@ _HOMES = {
 __all__ = [
     "ArtError",
     "AsyncClient",
+    "BadReward",
     "ChatART",
     "Client",
     "DeletedRun",
     "EmbeddedServer",
     "Evaluation",
     "GraphRun",
+    "GroupReward",
+    "Judge",
     "LoraConfig",
     "NodeCall",
     "RunError",

@@ -34,7 +34,7 @@ class StepLog:
     runs: int
     """Scored runs."""
     failed: int
-    """Runs with an infrastructure error: not scored, not trained."""
+    """Runs with an infrastructure error, or whose reward could not be computed: not scored, not trained."""
     tokens: int
     """Tokens sampled by ChatART calls, as the server reported their usage."""
     seconds: dict[str, float]
@@ -120,7 +120,7 @@ class Evaluation:
     parts: dict[str, float]
     """Mean of each named part of the reward."""
     failed: int
-    """Runs with an infrastructure error, which have no reward."""
+    """Runs with an infrastructure error, or whose reward could not be computed."""
     versions: list[str]
     """Policy versions that answered, such as ``researcher@12``."""
     groups: list[RunGroup] = field(repr=False)
@@ -152,7 +152,7 @@ class Scores:
 
     @classmethod
     def of(cls, runs: Iterable[GraphRun]) -> Self:
-        """Over the runs that have a reward; those with an infrastructure error are counted as failed."""
+        """Over the runs that have a reward; those with an infrastructure or reward error count as failed."""
         runs = list(runs)
         scored = [run for run in runs if run.reward is not None]
         rewards = [run.reward for run in scored if run.reward is not None]
@@ -165,7 +165,9 @@ class Scores:
             std=statistics.pstdev(rewards) if rewards else 0.0,
             parts={name: value / len(scored) for name, value in sums.items()},
             count=len(scored),
-            failed=sum(run.error is not None and run.error.infrastructure for run in runs),
+            failed=sum(
+                (run.error is not None and run.error.infrastructure) or run.reward_error is not None for run in runs
+            ),
         )
 
 

@@ -85,8 +85,8 @@ def record(
         run = resume
     recorder = Recorder(run, dict(sampling or {}), outer=outer if isinstance(outer, Recorder) else None)
     run.metadata.update(metadata or {})
-    run.ended_at = run.error = run.reward = None
-    run.reward_parts, run.node_rewards = {}, {}
+    run.ended_at = run.error = run.reward = run.reward_error = None
+    run.reward_parts, run.node_rewards, run.reward_info = {}, {}, {}
     recorder.open()
     try:
         with telling_remote_graphs, noting_lines:

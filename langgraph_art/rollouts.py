@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
+import logging
 import math
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -30,9 +31,11 @@ from langgraph_art.errors import (
 from langgraph_art.loops import blocking, give_threads
 from langgraph_art.progress import rollout_bar
 from langgraph_art.recording import record
-from langgraph_art.rewards import BadReward, Reward, RewardValue, set_reward
+from langgraph_art.rewards import AnyReward, BadReward, GroupReward, evaluate, set_reward
 from langgraph_art.runs import GraphRun, RunGroup
 from langgraph_art.unattributed import unattributed_calls
+
+_log = logging.getLogger(__name__)
 
 OnRun: TypeAlias = Callable[[GraphRun, int, int], object]
 """Called after each run with the run (scored), the number of runs done, and of all runs."""
@@ -61,7 +64,7 @@ async def arollout(
     inputs: Iterable[Any],
     *,
     n: int = 8,
-    reward: Reward | None = None,
+    reward: AnyReward | None = None,
     concurrency: int = 32,
     sampling: Mapping[str, Any] | None = TRAINING_SAMPLING,
     timeout: float | None = None,
@@ -78,7 +81,9 @@ async def arollout(
         inputs: task inputs; each run gets its own deep copy.
         n: runs for each input.
         reward: scores each run as soon as it has ended; sync (run in a thread) or async. It returns a number, named
-            parts whose sum is the reward, or a `Score` that also rewards nodes. Without one, runs keep no reward: see
+            parts whose sum is the reward, or a `Score` that also rewards nodes. A `GroupReward`, such as `Judge`,
+            scores the runs of a group together when all have ended. A run for which it raises, or returns no finite
+            number, keeps ``reward_error`` instead, and a warning counts them. Without one, runs keep no reward: see
             :func:`ascore`.
         concurrency: runs in flight at once, their scoring included.
         sampling: parameters that replace the graph's own for calls through ChatART; ``None`` leaves those alone.
@@ -94,8 +99,8 @@ async def arollout(
 
     Raises:
         EmptyDataset: there are no inputs.
-        RewardError: the callback raised, returned no finite number, or rewarded a node that the run did not call. All
-            runs were finished first; they are in ``groups`` of the error.
+        RewardError: the reward raised for every run, returned no finite number, or rewarded nodes that the runs did
+            not call. All runs were finished first; they are in ``groups`` of the error.
         RolloutFailed: every run failed for reasons outside the policy; ``groups`` has them.
         NoCallsRecorded: no run made a call through ChatART; ``groups`` has all runs.
         ServerRefused: the server does not know the model that a node asked for, or refuses the API key. The other runs
@@ -106,7 +111,6 @@ async def arollout(
     _check_arguments(items, n, concurrency, reward, on_error, config)
     give_threads(_THREADS_PER_RUN * concurrency)
     slots = asyncio.Semaphore(concurrency)
-    problems: list[str] = []
     pending: list[tuple[str, list[asyncio.Task[GraphRun]]]] = []
     total = len(items) * n
     done = 0
@@ -115,8 +119,8 @@ async def arollout(
         nonlocal done
         async with slots:
             run = await _run_once(graph, item, group_id, sampling, timeout, config)
-            if reward is not None:
-                await _score(run, reward, on_error, problems)
+            if reward is not None and not isinstance(reward, GroupReward):
+                await _score([run], reward, on_error)
         done += 1
         if report is not None:
             report(run, done, total)
@@ -136,12 +140,15 @@ async def arollout(
             raise first from first.__cause__
     groups = _finished(pending)
     _check_runs(groups)
-    _raise_problems(problems, groups)
+    if isinstance(reward, GroupReward):
+        await _score_groups(groups, reward, on_error, slots)
+    if reward is not None:
+        _report_problems(groups)
     return groups
 
 
 async def ascore(
-    groups: Sequence[RunGroup], reward: Reward, *, on_error: float | None = None, concurrency: int = 32
+    groups: Sequence[RunGroup], reward: AnyReward, *, on_error: float | None = None, concurrency: int = 32
 ) -> None:
     """Score the runs of groups in place, replacing rewards they have. ``score`` is the blocking form.
 
@@ -154,21 +161,17 @@ async def ascore(
         concurrency: callbacks in flight at once.
 
     Raises:
-        RewardError: after every run was tried.
+        RewardError: it raised for every run, after all were tried.
     """
     give_threads(concurrency)
     slots = asyncio.Semaphore(concurrency)
-    problems: list[str] = []
 
-    async def one(run: GraphRun) -> None:
-        async with slots:
-            await _score(run, reward, on_error, problems)
-
-    async with asyncio.TaskGroup() as tasks:
-        for group in groups:
-            for run in group.runs:
-                tasks.create_task(one(run))
-    _raise_problems(problems, groups)
+    if isinstance(reward, GroupReward):
+        await _score_groups(groups, reward, on_error, slots)
+    else:
+        single = [RunGroup(group_id=group.group_id, runs=[run]) for group in groups for run in group.runs]
+        await _score_groups(single, reward, on_error, slots)
+    _report_problems(groups)
 
 
 def _finished(pending: Iterable[tuple[str, list[asyncio.Task[GraphRun]]]]) -> list[RunGroup]:
@@ -244,47 +247,58 @@ def _new_id() -> str:
 # -- scoring ----------------------------------------------------------------------------------------------------------
 
 
-async def _score(run: GraphRun, reward: Reward, on_error: float | None, problems: list[str]) -> None:
-    """Set the run's reward, or add to the problems what went wrong."""
-    run.reward, run.reward_parts, run.node_rewards = None, {}, {}
-    if run.error is not None and run.error.infrastructure:
-        return
-    if run.error is not None and on_error is not None:
-        run.reward = on_error
-        return
-    try:
-        set_reward(run, await _call(reward, run))
-    except BadReward as error:
-        problems.append(f"{_where(run)}: {error}{_own_error(run)}")
-    except Exception as error:
-        problems.append(f"{_where(run)}: {type(error).__name__}: {error}{_own_error(run)}")
+async def _score_groups(
+    groups: Sequence[RunGroup], reward: AnyReward, on_error: float | None, slots: asyncio.Semaphore
+) -> None:
+    async def one(group: RunGroup) -> None:
+        async with slots:
+            await _score(group.runs, reward, on_error)
+
+    async with asyncio.TaskGroup() as tasks:
+        for group in groups:
+            tasks.create_task(one(group))
 
 
-async def _call(reward: Reward, run: GraphRun) -> RewardValue:
-    def guarded() -> RewardValue | Awaitable[RewardValue]:
+async def _score(runs: Sequence[GraphRun], reward: AnyReward, on_error: float | None) -> None:
+    """Set the rewards of runs that are scored together, or mark those for which it fails."""
+    for run in runs:
+        run.reward = run.reward_error = None
+        run.reward_parts, run.node_rewards, run.reward_info = {}, {}, {}
+        if run.error is not None and not run.error.infrastructure:
+            run.reward = on_error
+    scored = [run for run in runs if run.error is None or (on_error is None and not run.error.infrastructure)]
+    for run, value in zip(scored, await evaluate(reward, scored), strict=True):
         try:
-            return reward(run)
-        except StopIteration as error:  # such as next() without a default; a future cannot carry it and would hang
-            raise RuntimeError("StopIteration, such as from next() without a default") from error
-
-    value = guarded() if inspect.iscoroutinefunction(reward) else await asyncio.to_thread(guarded)
-    return await value if inspect.isawaitable(value) else value
+            if isinstance(value, Exception):
+                raise value
+            set_reward(run, value)
+        except BadReward as error:
+            run.reward_error = f"{error}{_own_error(run)}"
+        except Exception as error:
+            run.reward_error = f"{type(error).__name__}: {error}{_own_error(run)}"
 
 
 def _own_error(run: GraphRun) -> str:
     return f" (the run itself had failed: {run.error.type}: {run.error.message})" if run.error is not None else ""
 
 
-def _raise_problems(problems: Sequence[str], groups: Sequence[RunGroup]) -> None:
-    if problems:
-        count = sum(len(group.runs) for group in groups)
+def _report_problems(groups: Sequence[RunGroup]) -> None:
+    """Warn of runs whose reward failed; if no run at all has a reward, that is an error of the callback."""
+    runs = [run for group in groups for run in group.runs]
+    marked = [run for run in runs if run.reward_error is not None]
+    if not marked:
+        return
+    said = (
+        f"The reward callback failed on {len(marked)} of {len(runs)} runs. {_where(marked[0])}: "
+        f"{marked[0].reward_error}. It must return a finite number, a mapping of names to finite numbers, or a Score, "
+        "also for runs with run.error (or set on_error=)."
+    )
+    if all(run.reward is None for run in runs):
         raise RewardError(
-            f"The reward callback failed on {len(problems)} of {count} runs. {problems[0]}. "
-            "It must return a finite number, a mapping of names to finite numbers, or a Score, also for runs with "
-            "run.error (or set on_error=). The runs are kept in this error's groups: mend the callback and call "
-            "score(error.groups, reward).",
+            f"{said} The runs are kept in this error's groups: mend the callback and call score(error.groups, reward).",
             groups=groups,
         )
+    _log.warning("%s These runs keep reward_error and are left out of their groups.", said)
 
 
 # -- checks -----------------------------------------------------------------------------------------------------------
@@ -294,7 +308,7 @@ def _check_arguments(
     items: Sequence[Any],
     n: int,
     concurrency: int,
-    reward: Reward | None,
+    reward: AnyReward | None,
     on_error: float | None,
     config: RunnableConfig | None,
 ) -> None:

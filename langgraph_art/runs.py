@@ -133,6 +133,12 @@ class GraphRun(BaseModel):
     """Named parts of the reward, if the reward callback returned any."""
     node_rewards: dict[str, float] = Field(default_factory=dict)
     """Mean reward of the run at each node path, beside ``reward``, if the reward callback gave any."""
+    reward_info: dict[str, Any] = Field(default_factory=dict)
+    """What explains the reward, such as a judge's reasons and usage; whatever the reward callback gave as
+    ``Score(info=...)``."""
+    reward_error: str | None = None
+    """Why the run has no reward although it could have had one: what the reward callback raised or returned. Such a
+    run is left out of its group and counted."""
     metadata: dict[str, Any] = Field(default_factory=dict)
     """Whatever the caller of `record` wants to keep with the run."""
 
@@ -224,6 +230,9 @@ def remove_run(path: str | os.PathLike[str], run_id: str) -> int:
     return len(records) - len(kept)
 
 
+_FREE = {"input", "output", "metadata", "reward_info", "reward_error", "interrupts", "calls"}
+
+
 def as_record(run: GraphRun) -> dict[str, Any]:
     """The run as one line of a file holds it: JSON data, as ``docs/recording.md`` describes it, redacted."""
     messages, tools = _Once("a message", run), _Once("a tool", run)
@@ -244,10 +253,14 @@ def as_record(run: GraphRun) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "version": FORMAT_VERSION,
-        **_plain_fields(run, {"input", "output", "metadata", "interrupts", "calls"}, run),
+        **_plain_fields(
+            run, {"input", "output", "metadata", "reward_info", "reward_error", "interrupts", "calls"}, run
+        ),
         "input": redact(to_plain(run.input)),
         "output": redact(to_plain(run.output)),
         "metadata": _redacted(to_plain(run.metadata), "the metadata", run),
+        "reward_info": _redacted(to_plain(run.reward_info), "the reward's info", run),
+        "reward_error": None if run.reward_error is None else _redacted(run.reward_error, "a reward's error", run),
         "interrupts": [
             _plain_fields(interrupt, {"value", "answer"}, run)
             | {"value": redact(to_plain(interrupt.value)), "answer": redact(to_plain(interrupt.answer))}

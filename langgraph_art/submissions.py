@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 from pydantic import ValidationError
@@ -19,6 +20,8 @@ from langgraph_art.runs import GraphRun, RunGroup
 
 LEFT_OUT_INFRASTRUCTURE = "run:infrastructure_error"
 """Reason under which runs are counted that a submission leaves out, because no policy can cause their failure."""
+LEFT_OUT_REWARD = "run:reward_error"
+"""Reason under which runs are counted that a submission leaves out, because their reward could not be computed."""
 
 
 def make_submission(
@@ -27,7 +30,8 @@ def make_submission(
     """Turn scored groups into what the server is sent: structure and rewards, no messages and no tokens.
 
     Args:
-        groups: groups whose runs have rewards. Runs with an infrastructure error are left out, whatever their reward.
+        groups: groups whose runs have rewards. Runs with an infrastructure error are left out, whatever their reward,
+            and so are runs whose reward could not be computed (``reward_error``).
         config: how to train; default: ``TrainConfig()``.
         idempotency_key: default: a hash of the run ids and the configuration, so sending the same runs again is safe.
 
@@ -40,14 +44,17 @@ def make_submission(
         ArtError: a run or call is in the groups more than once, or the idempotency key is empty or too long.
     """
     config = config or TrainConfig()
-    kept = [(group, [run for run in group.runs if not _failed_by_infrastructure(run)]) for group in groups]
-    left_out = sum(len(group.runs) - len(runs) for group, runs in kept)
+    kept = [(group, [run for run in group.runs if _left_out(run) is None]) for group in groups]
+    skipped = dict(Counter(why for group in groups for run in group.runs if (why := _left_out(run)) is not None))
     if not any(runs for _, runs in kept):
         errors = [run.error for group in groups for run in group.runs if run.error is not None]
         last = f" The last one: {errors[-1].type}: {errors[-1].message}" if errors else ""
+        failed, unscored = skipped.get(LEFT_OUT_INFRASTRUCTURE, 0), skipped.get(LEFT_OUT_REWARD, 0)
+        why = f", and the reward of {unscored} could not be computed" if unscored else ""
         raise NothingToTrain(
-            f"There is no run to train on: {left_out} of {left_out} runs failed for reasons outside the policy.{last}"
-            if left_out
+            f"There is no run to train on: {failed} of {failed + unscored} runs failed for reasons outside the "
+            f"policy{why}.{last}"
+            if skipped
             else "There is no run to train on: the groups are empty. Roll out some inputs first."
         )
     submitted = [
@@ -57,7 +64,6 @@ def make_submission(
     if idempotency_key is None:
         identity = [[run.run_id for run in group.runs] for group in submitted], config.model_dump(mode="json")
         idempotency_key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-    skipped = {LEFT_OUT_INFRASTRUCTURE: left_out} if left_out else {}
     try:
         return Submission(idempotency_key=idempotency_key, groups=submitted, config=config), skipped
     except ValidationError as error:
@@ -65,8 +71,11 @@ def make_submission(
         raise ArtError(f"These groups cannot be submitted: {problems}") from error
 
 
-def _failed_by_infrastructure(run: GraphRun) -> bool:
-    return run.error is not None and run.error.infrastructure
+def _left_out(run: GraphRun) -> str | None:
+    """The reason why a run is not submitted, if there is one."""
+    if run.error is not None and run.error.infrastructure:
+        return LEFT_OUT_INFRASTRUCTURE
+    return LEFT_OUT_REWARD if run.reward is None and run.reward_error is not None else None
 
 
 def _submit_run(run: GraphRun, groups: Sequence[RunGroup]) -> RunSubmission:

@@ -25,7 +25,7 @@ from langgraph_art.loops import blocking
 from langgraph_art.progress import TrainView
 from langgraph_art.protocol import LoraConfig, TrainConfig, TrainResult
 from langgraph_art.report import summarize, write_summary
-from langgraph_art.rewards import Reward
+from langgraph_art.rewards import AnyReward
 from langgraph_art.rollouts import TRAINING_SAMPLING, OnRun, arollout
 from langgraph_art.runs import GraphRun, RunGroup, save_runs
 
@@ -36,7 +36,7 @@ class Trainer:
     Args:
         graph: as in `arollout`: a compiled graph, or a function that makes one for each run.
         inputs: task inputs to train on. Each step takes the next ``inputs_per_step`` of them, in shuffled epochs.
-        reward: scores a finished run, as in `arollout`.
+        reward: scores finished runs, as in `arollout`.
         policies: policies to train, created on the server if they do not exist; or a mapping from their names to the
             shapes of their adapters (a shape brings its own seed, and must be that of a policy that exists). An update
             changes every policy whose calls are in its runs; a ``learning_rate`` by policy, or ``nodes``, choose some.
@@ -68,7 +68,7 @@ class Trainer:
         self,
         graph: Any,
         inputs: Iterable[Any],
-        reward: Reward,
+        reward: AnyReward,
         *,
         policies: Sequence[str] | Mapping[str, LoraConfig],
         url: str | None = None,
@@ -165,7 +165,7 @@ class Trainer:
         return self.history
 
     async def aevaluate(
-        self, inputs: Iterable[Any], *, n: int = 1, temperature: float = 0.0, reward: Reward | None = None
+        self, inputs: Iterable[Any], *, n: int = 1, temperature: float = 0.0, reward: AnyReward | None = None
     ) -> Evaluation:
         """Measure the policies as they are served now; nothing is trained. ``evaluate`` is the blocking form.
 
@@ -229,7 +229,12 @@ class Trainer:
             yield client
 
     async def _rollout(
-        self, inputs: Iterable[Any], n: int, reward: Reward, sampling: Mapping[str, Any] | None, progress: bool | OnRun
+        self,
+        inputs: Iterable[Any],
+        n: int,
+        reward: AnyReward,
+        sampling: Mapping[str, Any] | None,
+        progress: bool | OnRun,
     ) -> list[RunGroup]:
         return await arollout(
             self.graph,

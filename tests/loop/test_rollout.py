@@ -13,7 +13,7 @@ import textwrap
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from langgraph_art.errors import EmptyDataset, NoCallsRecorded, RewardError, Rol
 from langgraph_art.rewards import Score
 from langgraph_art.rollouts import arollout, ascore, rollout, score
 from langgraph_art.runs import GraphRun, load_runs, save_runs
+from langgraph_art.submissions import make_submission
 
 from .conftest import Ticket, build
 from .stub_server import StubServer
@@ -393,22 +394,31 @@ async def _raises_later(run: GraphRun) -> float:
         (lambda run: Score(1.0, nodes={"clerk": None}), "TypeError"),
     ],
 )
-def test_a_bad_reward_names_the_run_and_loses_nothing(stub: StubServer, reward: Any, says: str) -> None:
+def test_a_bad_reward_marks_its_run_and_loses_nothing(
+    stub: StubServer, caplog: pytest.LogCaptureFixture, reward: Any, says: str
+) -> None:
     bad_text = "b"
 
     def sometimes(run: GraphRun) -> Any:
         return reward(run) if run.input["text"] == bad_text else words(run)
 
-    with pytest.raises(RewardError, match="failed on 2 of 6 runs") as caught:
-        rollout(build(), [{"text": "a"}, {"text": bad_text}, {"text": "c"}], n=2, reward=sometimes)
-    groups = caught.value.groups
-    assert says in str(caught.value)
-    assert any(run.run_id in str(caught.value) for run in groups[1].runs)
+    groups = rollout(build(), [{"text": "a"}, {"text": bad_text}, {"text": "c"}], n=2, reward=sometimes)
+    assert "failed on 2 of 6 runs" in caplog.text
+    assert all(says in run.reward_error for run in groups[1].runs)
+    assert any(run.run_id in caplog.text for run in groups[1].runs)
     assert [group.rewards for group in groups] == [[2.0, 2.0], [None, None], [2.0, 2.0]]
+    submission, skipped = make_submission(groups)
+    assert [len(group.runs) for group in submission.groups] == [2, 0, 2]
+    assert skipped == {"run:reward_error": 2}
+    with pytest.raises(RewardError, match="failed on 2 of 2 runs") as caught:
+        score([groups[1]], reward)
+    assert says in str(caught.value)
+    assert caught.value.groups == [groups[1]]
     assert not any(run.node_rewards for group in groups for run in group.runs)
     assert all(run.output["answer"] for group in groups for run in group.runs)
     score(groups, words)
     assert [group.rewards for group in groups] == [[2.0, 2.0]] * 3
+    assert all(run.reward_error is None for run in groups[1].runs)
 
 
 def test_a_reward_that_trips_over_a_failed_run_says_so(stub: StubServer) -> None:
@@ -489,3 +499,13 @@ def test_ctrl_c_ends_a_rollout_soon(stub: StubServer, inside_a_loop: bool) -> No
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=10)
     assert output.split() == ["cleaned"] * 3 + ["interrupted"]
+
+
+def test_a_group_reward_gets_whole_groups(stub: StubServer) -> None:
+    class Ranks:
+        async def score_group(self, runs: Sequence[GraphRun], /) -> list[Any]:
+            return [Score(place, info={"of": len(runs)}) for place in range(len(runs))]
+
+    groups = rollout(build(before=in_turn("a", "!500", "b")), [{"text": "x"}], n=3, reward=Ranks())
+    assert sorted(run.reward for run in groups[0].runs if run.reward is not None) == [0.0, 1.0]
+    assert [run.reward_info for run in groups[0].runs if run.error is None] == [{"of": 2}] * 2

@@ -7,9 +7,9 @@ the run has no reward, and the error names what was wrong.
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from langgraph_art.runs import GraphRun
 
@@ -27,6 +27,8 @@ class Score:
     nodes: Mapping[str, float] = field(default_factory=dict)
     """Reward of the run at a node, the mean if it called the node several times. The node is given as in
     ``GraphRun.calls_at``: by name, by path, or by the name of the subgraph, all of whose nodes then get it."""
+    info: Mapping[str, Any] = field(default_factory=dict)
+    """What explains the reward, such as a judge's reasons; kept as ``GraphRun.reward_info``. Any JSON data."""
 
 
 RewardValue: TypeAlias = float | Mapping[str, float] | Score
@@ -34,22 +36,43 @@ Reward: TypeAlias = Callable[[GraphRun], RewardValue | Awaitable[RewardValue]]
 """Gets a finished run, returns its reward, named parts of it whose sum is the reward, or a `Score`. May be async."""
 
 
+@runtime_checkable
+class GroupReward(Protocol):
+    """Scores the runs of a group together, when all of them have ended. `Judge` is one.
+
+    Runs that failed for reasons outside the policy are left out, and so are those that got ``on_error=``.
+    """
+
+    def score_group(
+        self, runs: Sequence[GraphRun], /
+    ) -> Sequence[RewardValue | Exception] | Awaitable[Sequence[RewardValue | Exception]]:
+        """A reward for each run, in order. Sync (run in a thread) or async.
+
+        An exception in the place of a reward marks that run only; one that is raised marks all of them.
+        """
+        ...
+
+
+AnyReward: TypeAlias = Reward | GroupReward
+"""What `rollout`, `score` and the combinators take."""
+
+
 class BadReward(Exception):
-    """A reward callback returned something that is no reward."""
+    """Something that is no reward was returned, or a part of a reward cannot be computed from this run."""
 
 
 def set_reward(run: GraphRun, value: RewardValue) -> None:
     """Store what a reward callback returned.
 
     Args:
-        run: gets ``reward``, ``reward_parts`` and ``node_rewards``, all or none of them.
+        run: gets ``reward``, ``reward_parts``, ``node_rewards`` and ``reward_info``, all or none of them.
         value: the reward, its named parts, or a `Score`.
 
     Raises:
         BadReward: there is no number, one is not finite, or a node is none that called a policy in this run.
         TypeError, ValueError: something is no number.
     """
-    total, nodes = (value.reward, value.nodes) if isinstance(value, Score) else (value, {})
+    total, nodes, info = (value.reward, value.nodes, value.info) if isinstance(value, Score) else (value, {}, {})
     if total is None:
         raise BadReward("it returned None: is a return missing?")
     parts = {str(name): float(part) for name, part in total.items()} if isinstance(total, Mapping) else {}
@@ -67,4 +90,4 @@ def set_reward(run: GraphRun, value: RewardValue) -> None:
         if twice := paths & node_rewards.keys():
             raise BadReward(f"it rewards the node {min(twice)!r} twice, the second time as {name!r}")
         node_rewards |= dict.fromkeys(paths, float(given))
-    run.reward, run.reward_parts, run.node_rewards = reward, parts, node_rewards
+    run.reward, run.reward_parts, run.node_rewards, run.reward_info = reward, parts, node_rewards, dict(info)
