@@ -141,7 +141,7 @@ async def arollout(
     groups = _finished(pending)
     _check_runs(groups)
     if isinstance(reward, GroupReward):
-        await _score_groups(groups, reward, on_error, slots)
+        await _score_all([group.runs for group in groups], reward, on_error, slots)
     if reward is not None:
         _report_problems(groups)
     return groups
@@ -164,13 +164,10 @@ async def ascore(
         RewardError: it raised for every run, after all were tried.
     """
     give_threads(concurrency)
-    slots = asyncio.Semaphore(concurrency)
-
-    if isinstance(reward, GroupReward):
-        await _score_groups(groups, reward, on_error, slots)
-    else:
-        single = [RunGroup(group_id=group.group_id, runs=[run]) for group in groups for run in group.runs]
-        await _score_groups(single, reward, on_error, slots)
+    together = [group.runs for group in groups]
+    if not isinstance(reward, GroupReward):
+        together = [[run] for runs in together for run in runs]
+    await _score_all(together, reward, on_error, asyncio.Semaphore(concurrency))
     _report_problems(groups)
 
 
@@ -247,16 +244,16 @@ def _new_id() -> str:
 # -- scoring ----------------------------------------------------------------------------------------------------------
 
 
-async def _score_groups(
-    groups: Sequence[RunGroup], reward: AnyReward, on_error: float | None, slots: asyncio.Semaphore
+async def _score_all(
+    together: Sequence[Sequence[GraphRun]], reward: AnyReward, on_error: float | None, slots: asyncio.Semaphore
 ) -> None:
-    async def one(group: RunGroup) -> None:
+    async def one(runs: Sequence[GraphRun]) -> None:
         async with slots:
-            await _score(group.runs, reward, on_error)
+            await _score(runs, reward, on_error)
 
     async with asyncio.TaskGroup() as tasks:
-        for group in groups:
-            tasks.create_task(one(group))
+        for runs in together:
+            tasks.create_task(one(runs))
 
 
 async def _score(runs: Sequence[GraphRun], reward: AnyReward, on_error: float | None) -> None:

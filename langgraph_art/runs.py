@@ -230,9 +230,6 @@ def remove_run(path: str | os.PathLike[str], run_id: str) -> int:
     return len(records) - len(kept)
 
 
-_FREE = {"input", "output", "metadata", "reward_info", "reward_error", "interrupts", "calls"}
-
-
 def as_record(run: GraphRun) -> dict[str, Any]:
     """The run as one line of a file holds it: JSON data, as ``docs/recording.md`` describes it, redacted."""
     messages, tools = _Once("a message", run), _Once("a tool", run)

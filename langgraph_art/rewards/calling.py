@@ -26,7 +26,7 @@ async def evaluate(reward: AnyReward, runs: Sequence[GraphRun]) -> list[RewardVa
     if not runs:
         return []
     try:
-        values = list(await _call(reward.score_group, runs))
+        values = list(await call(reward.score_group, runs))
     except Exception as error:
         return [error] * len(runs)
     if len(values) != len(runs):
@@ -36,16 +36,18 @@ async def evaluate(reward: AnyReward, runs: Sequence[GraphRun]) -> list[RewardVa
 
 async def _one(reward: Callable[[GraphRun], Any], run: GraphRun) -> RewardValue | Exception:
     try:
-        value: RewardValue = await _call(reward, run)
+        value: RewardValue = await call(reward, run)
     except Exception as error:
         return error
     return value
 
 
-async def _call(function: Callable[[Any], Any], argument: Any) -> Any:
+async def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What a function returns: a sync one is run in a thread, and an async one awaited."""
+
     def guarded() -> Any:
         try:
-            return function(argument)
+            return function(*args, **kwargs)
         except StopIteration as error:  # such as next() without a default; a future cannot carry it and would hang
             raise RuntimeError("StopIteration, such as from next() without a default") from error
 

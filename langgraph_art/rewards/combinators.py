@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 from langgraph_art.rewards.calling import evaluate
 from langgraph_art.rewards.scores import AnyReward, BadReward, GroupReward, RewardValue, Score
 from langgraph_art.runs import GraphRun
 
+P = ParamSpec("P")
+T = TypeVar("T")
 _Values: TypeAlias = list[RewardValue | Exception]
 
 
@@ -36,10 +38,8 @@ def weighted_sum(parts: Mapping[str, AnyReward | tuple[float, AnyReward]]) -> An
 
     async def values(runs: Sequence[GraphRun]) -> _Values:
         columns = {name: await evaluate(reward, runs) for name, (_, reward) in weighted.items()}
-        return [
-            _guard(lambda row=row: _sum(row, weighted))  # type: ignore[misc]
-            for row in ({name: column[i] for name, column in columns.items()} for i in range(len(runs)))
-        ]
+        rows = ({name: column[i] for name, column in columns.items()} for i in range(len(runs)))
+        return [_guard(_sum, row, weighted) for row in rows]
 
     return _combined(values, *(reward for _, reward in weighted.values()))
 
@@ -53,7 +53,7 @@ def clip(reward: AnyReward, low: float = 0.0, high: float = 1.0) -> AnyReward:
     if not low <= high:
         raise ValueError(f"clip: low must not be above high, got {low} and {high}")
 
-    def change(run: GraphRun, score: Score) -> RewardValue:
+    def change(score: Score) -> Score:
         total = _total(score)
         inside = min(max(total, low), high)
         parts = {**score.reward, "clip": inside - total} if isinstance(score.reward, Mapping) else inside
@@ -64,7 +64,7 @@ def clip(reward: AnyReward, low: float = 0.0, high: float = 1.0) -> AnyReward:
 
 def at_least(reward: AnyReward, threshold: float) -> AnyReward:
     """A graded reward as a check: 1.0 if ``r >= threshold``, else 0.0."""
-    return _mapped(reward, lambda run, score: Score(float(_total(score) >= threshold), {}, score.info))
+    return _mapped(reward, lambda score: Score(float(_total(score) >= threshold), {}, score.info))
 
 
 def gate(checks: Mapping[str, AnyReward], then: AnyReward, *, failed: float = 0.0) -> AnyReward:
@@ -89,10 +89,10 @@ def gate(checks: Mapping[str, AnyReward], then: AnyReward, *, failed: float = 0.
         for name, check in checks.items():
             asked = [i for i in range(len(runs)) if i not in found]
             for i, value in zip(asked, await evaluate(check, [runs[i] for i in asked]), strict=True):
-                passed = _guard(lambda value=value: Score(_total(_score(value))))  # type: ignore[misc]
-                if isinstance(passed, Exception):
-                    found[i] = passed
-                elif isinstance(passed, Score) and _total(passed) <= 0:
+                graded = _guard(lambda value: _total(_score(value)), value)
+                if isinstance(graded, Exception):
+                    found[i] = graded
+                elif graded <= 0:
                     found[i] = Score({name: failed}, info={"failed_check": name})
         asked = [i for i in range(len(runs)) if i not in found]
         found |= dict(zip(asked, await evaluate(then, [runs[i] for i in asked]), strict=True))
@@ -123,10 +123,7 @@ def per_node(reward: AnyReward, nodes: Mapping[str, AnyReward]) -> AnyReward:
             only = [runs[i].model_copy(update={"calls": runs[i].calls_at(node)}) for i in there]
             for i, value in zip(there, await evaluate(part, only), strict=True):
                 by_run[i][node] = value
-        return [
-            _guard(lambda value=value, own=own: _with_nodes(_score(value), own))  # type: ignore[misc]
-            for value, own in zip(whole, by_run, strict=True)
-        ]
+        return [_guard(_with_nodes, value, own) for value, own in zip(whole, by_run, strict=True)]
 
     return _combined(values, reward, *nodes.values())
 
@@ -159,20 +156,17 @@ def _combined(values: Callable[[Sequence[GraphRun]], Awaitable[_Values]], *parts
     return reward
 
 
-def _mapped(reward: AnyReward, change: Callable[[GraphRun, Score], RewardValue]) -> AnyReward:
+def _mapped(reward: AnyReward, change: Callable[[Score], Score]) -> AnyReward:
     async def values(runs: Sequence[GraphRun]) -> _Values:
         found = await evaluate(reward, runs)
-        return [
-            _guard(lambda run=run, value=value: change(run, _score(value)))  # type: ignore[misc]
-            for run, value in zip(runs, found, strict=True)
-        ]
+        return [_guard(lambda value: change(_score(value)), value) for value in found]
 
     return _combined(values, reward)
 
 
-def _guard(compute: Callable[[], RewardValue]) -> RewardValue | Exception:
+def _guard(compute: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | Exception:
     try:
-        return compute()
+        return compute(*args, **kwargs)
     except Exception as error:
         return error
 
@@ -212,11 +206,12 @@ def _sum(row: Mapping[str, RewardValue | Exception], weighted: Mapping[str, tupl
     return Score(parts, nodes, info)
 
 
-def _with_nodes(score: Score, nodes: Mapping[str, RewardValue | Exception]) -> Score:
+def _with_nodes(value: RewardValue | Exception, nodes: Mapping[str, RewardValue | Exception]) -> Score:
+    score = _score(value)
     found, info = dict(score.nodes), dict(score.info)
-    for node, value in nodes.items():
+    for node, given in nodes.items():
         try:
-            own = _score(value)
+            own = _score(given)
         except Exception as error:
             raise BadReward(f"reward of node {node!r}: {type(error).__name__}: {error}") from error
         found[node] = _total(own)

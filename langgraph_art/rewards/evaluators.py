@@ -5,11 +5,10 @@ Invariant: an evaluator's own model calls are in a graph run of their own, never
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from langgraph_art.rewards.calling import call
 from langgraph_art.rewards.parts import Get, answer_of, expected_of
 from langgraph_art.rewards.scores import BadReward, Score
 from langgraph_art.runs import GraphRun
@@ -44,12 +43,7 @@ def from_evaluator(
         if reference_outputs is not None:
             given["reference_outputs"] = expected_of(run, reference_outputs)
         with record(metadata={"evaluates": run.run_id}):
-            if inspect.iscoroutinefunction(evaluator):
-                found = await evaluator(**given)
-            else:
-                found = await asyncio.to_thread(evaluator, **given)
-                found = await found if inspect.isawaitable(found) else found
-        return _as_score(found)
+            return _as_score(await call(evaluator, **given))
 
     return reward
 

@@ -192,12 +192,13 @@ class Judge:
                 assert isinstance(found, Mapping)
                 parsed = found["parsed"]
                 return found["raw"], parsed if isinstance(parsed, Judgement) else None
-            except (NotImplementedError, ValueError):
-                self._structured = False
             except Exception as error:
-                if getattr(error, "status_code", None) not in (400, 404, 422):
+                # A chat model without it says so in one of these ways, and a server by its status; whatever else such
+                # a status means will be said again.
+                lacks = isinstance(error, (NotImplementedError, ValueError))
+                if not lacks and getattr(error, "status_code", None) not in (400, 404, 422):
                     raise
-                self._structured = False  # a server without it; whatever else is wrong will be said again
+                self._structured = False
         return await self.llm.ainvoke(messages), None
 
     # -- kept ---------------------------------------------------------------------------------------------------------

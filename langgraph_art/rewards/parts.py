@@ -225,7 +225,7 @@ def latency(run: GraphRun) -> float:
 
 def tokens(*, node: str | None = None) -> Part:
     """Sampled tokens as a negative number: ``R = -Σ output tokens``, of all calls or of those at a node."""
-    return lambda run: -float(_tokens(run, node)[1])
+    return lambda run: -float(_sampled(run, node))
 
 
 def length_penalty(free: int, limit: int, *, most: float = 1.0, node: str | None = None) -> Part:
@@ -246,7 +246,7 @@ def length_penalty(free: int, limit: int, *, most: float = 1.0, node: str | None
         raise ValueError(f"length_penalty: need 0 <= free < limit and most > 0, got {free}, {limit} and {most}")
 
     def reward(run: GraphRun) -> float:
-        over = (_tokens(run, node)[1] - free) / (limit - free)
+        over = (_sampled(run, node) - free) / (limit - free)
         return -most * min(max(over, 0.0), 1.0)
 
     return reward
@@ -275,9 +275,8 @@ def cost_penalty(prices: Mapping[str, tuple[float, float]], *, per_unit: float =
     return reward
 
 
-def _tokens(run: GraphRun, node: str | None) -> tuple[int, int]:
-    usages = [_usage(call) for call in _delivered(run, node)]
-    return sum(read for read, _ in usages), sum(written for _, written in usages)
+def _sampled(run: GraphRun, node: str | None) -> int:
+    return sum(_usage(call)[1] for call in _delivered(run, node))
 
 
 def _usage(call: NodeCall) -> tuple[int, int]:

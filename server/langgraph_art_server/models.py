@@ -38,16 +38,20 @@ class BaseModel:
     """Its ``config.json``."""
 
     @property
+    def text_config(self) -> dict[str, Any]:
+        """The part of the config that is about text; the whole of it, unless the model reads other things too."""
+        part: dict[str, Any] = self.config.get("text_config", self.config)
+        return part
+
+    @property
     def context_length(self) -> int:
         """Longest sequence that the model was made for, in tokens."""
-        text_config = self.config.get("text_config", self.config)
-        return int(text_config["max_position_embeddings"])
+        return int(self.text_config["max_position_embeddings"])
 
     @property
     def stretched(self) -> bool:
         """Whether its positions are scaled, so that the engine may take longer sequences than that."""
-        text_config = self.config.get("text_config", self.config)
-        scaling = text_config.get("rope_scaling") or text_config.get("rope_parameters") or {}
+        scaling = self.text_config.get("rope_scaling") or self.text_config.get("rope_parameters") or {}
         return "factor" in scaling
 
 

@@ -1,6 +1,6 @@
 """LangChain's standard integration tests of chat models, against a real server with a real model.
 
-Invariant: what is skipped or expected to fail here is what the model cannot do; ``docs/standard-tests.md`` lists it.
+Invariant: what is skipped or expected to fail here is what the model cannot do; ``docs/chat-model.md`` lists it.
 """
 
 from __future__ import annotations

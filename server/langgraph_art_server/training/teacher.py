@@ -140,7 +140,7 @@ class Teacher:
         elif self._model not in names:
             raise self._failed(f"does not serve {self._model!r}; it serves {', '.join(names)}")
         await self._compare("/tokenize", {"prompt": _PROBE, "add_special_tokens": False}, "tokens")
-        size = int(self._engine.model.config.get("text_config", self._engine.model.config)["vocab_size"])
+        size = int(self._engine.model.text_config["vocab_size"])
         ids = sorted({place * size // _PROBED_IDS for place in range(_PROBED_IDS)})
         for start in range(0, len(ids), 32):  # within any context length
             await self._compare("/detokenize", {"tokens": ids[start : start + 32]}, "prompt")
